@@ -1,0 +1,1 @@
+"""Stable, well-conditioned, visible attention for Transformers in PyTorch."""

@@ -1,0 +1,1 @@
+"""Data, models, training and comparison: the experiments of the papers as recipes."""

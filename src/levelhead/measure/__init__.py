@@ -1,0 +1,1 @@
+"""Measures on tensors, one question a file."""

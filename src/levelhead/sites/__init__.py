@@ -1,0 +1,1 @@
+"""Where each library keeps its attention."""

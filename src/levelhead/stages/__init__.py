@@ -1,0 +1,1 @@
+"""Attention in stages: tensors in, tensors out; siblings do not import each other."""

@@ -1,0 +1,9 @@
+"""Shared by all tests: one thread a worker, a fixed seed."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    torch.manual_seed(0)

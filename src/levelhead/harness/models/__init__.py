@@ -1,0 +1,1 @@
+"""Two small Transformers built on ``levelhead.attention.Attention``, for demos and recipes."""

@@ -1,1 +1,18 @@
 """Stable, well-conditioned, visible attention for Transformers in PyTorch."""
+
+from levelhead.attention import Attention, InnerAttention
+from levelhead.reference import reference_attention
+from levelhead.stages.masks import causal_mask, sliding_window_mask
+from levelhead.steps import track_steps
+from levelhead.variants import parse_variant, variants
+
+__all__ = [
+    "Attention",
+    "InnerAttention",
+    "causal_mask",
+    "parse_variant",
+    "reference_attention",
+    "sliding_window_mask",
+    "track_steps",
+    "variants",
+]

@@ -107,20 +107,23 @@ def check_attention_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         ValueError: A rank, dtype, batch, head count, key count or head_dim that does not fit.
     """
     require_float(query=query, key=key, value=value)
-    shapes = (
-        f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-    )
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     require(
         query.ndim == key.ndim == value.ndim == 4,
         "query, key and value must have four axes [B, H, T, D]",
         shapes,
     )
     require(query.shape[0] == key.shape[0] == value.shape[0], "batch sizes must agree", shapes)
-    require(key.shape[1:3] == value.shape[1:3], "key and value must share heads and length", shapes)
+    require(
+        key.shape[1:3] == value.shape[1:3], "key and value must share heads and length", shapes
+    )
     require(query.shape[3] == key.shape[3], "query and key must share head_dim", shapes)
     require_divides("num_kv_heads", key.shape[1], "num_heads", query.shape[1])
-    require(query.dtype == key.dtype == value.dtype, "dtypes must agree",
-            f"query {query.dtype}, key {key.dtype}, value {value.dtype}")
+    require(
+        query.dtype == key.dtype == value.dtype,
+        "dtypes must agree",
+        f"query {query.dtype}, key {key.dtype}, value {value.dtype}",
+    )
 
 
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:

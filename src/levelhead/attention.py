@@ -1,0 +1,497 @@
+"""Attention built from parts: the inner attention and the layer around it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from levelhead.parts.base import AttentionShape, Part
+from levelhead.parts.projections import WHICH
+from levelhead.reference import Call, attend_plainly, plain_weights, repeat_heads
+from levelhead.shapes import check_attention_inputs, require, require_divides
+from levelhead.stages.chunks import map_query_blocks
+from levelhead.stages.masks import real_queries, resolve_mask
+from levelhead.variants import Variant, make_parts, parse_variant
+
+Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class KVCache(Protocol):
+    """What a cache must do: take the new keys and values, return all so far."""
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append ``[B, Hkv, T, D]`` and return ``[B, Hkv, S, D]``."""
+        ...
+
+
+class InnerAttention(nn.Module):
+    """Attention from query, key and value to one output per head, of any variant.
+
+        attn_output = output(weights(normaliser(mask(cap(scale * norm(q, k))))) @ value)
+
+    The fused form never builds a T x S floating-point matrix (``levelhead.variants()`` states
+    the exceptions); ``levelhead.reference_attention`` is the same, plain.
+
+    Args:
+        variant: Terms joined by ``+``; see ``levelhead.variants()``. Terms of the projections
+            stage belong to ``Attention``.
+        embed_dim: E, width of the hidden states that alpha and gates read.
+        num_heads: H.
+        num_kv_heads: Hkv, dividing H; H by default.
+        head_dim: D; ``embed_dim / num_heads`` by default.
+        scale: Factor on the dot product; ``D ** -0.5`` by default. Norms that define their own
+            scale ignore it.
+        dropout_p: Probability of dropping an attention weight in training.
+        bias: Whether new projections get a bias where the term leaves it open.
+        device: Where new parameters live.
+        dtype: Of new parameters.
+
+    Raises:
+        ValueError: An illegal variant or sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        variant: str | Variant = "softmax",
+        *,
+        embed_dim: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        variant = parse_variant(variant)
+        require(
+            not variant.has_projections,
+            "terms of the projections stage act on q, k and v projections, which an "
+            "InnerAttention does not have",
+            f"variant={str(variant)!r}",
+            "levelhead.Attention, or levelhead.convert for an existing model",
+        )
+        shape = check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, bias, device, dtype)
+        self._build(variant, shape, make_parts(variant, shape), scale, dropout_p)
+
+    @classmethod
+    def from_parts(
+        cls,
+        variant: Variant,
+        shape: AttentionShape,
+        parts: dict[str, Part],
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> "InnerAttention":
+        """Build from parts that are there already; a projections part is left to the caller.
+
+        Args:
+            variant: What the parts make up.
+            shape: The host.
+            parts: Slot to part.
+            scale: As in the constructor.
+            dropout_p: As in the constructor.
+
+        Returns:
+            The module.
+        """
+        inner = cls.__new__(cls)
+        nn.Module.__init__(inner)
+        inner._build(variant, shape, parts, scale, dropout_p)
+        return inner
+
+    def _build(
+        self,
+        variant: Variant,
+        shape: AttentionShape,
+        parts: dict[str, Part],
+        scale: float | None,
+        dropout_p: float,
+    ) -> None:
+        require(0.0 <= dropout_p < 1.0, "dropout_p must be in [0, 1)", f"dropout_p={dropout_p}")
+        self.variant, self.shape, self.dropout_p = variant, shape, dropout_p
+        self.scale = shape.head_dim**-0.5 if scale is None else scale
+        self.norm, self.normaliser = parts["norm"], parts["normaliser"]
+        self.cap, self.weights = parts.get("cap"), parts.get("weights")
+        self.precondition, self.gate = parts.get("precondition"), parts.get("gate")
+
+    def extra_repr(self) -> str:
+        return f"variant={str(self.variant)!r}, scale={self.norm.score_scale(self.scale):.6g}"
+
+    def outputs(self) -> Iterator[Part]:
+        """Yield the parts of the output stage, in their order."""
+        for part in (self.precondition, self.gate):
+            if part is not None:
+                yield part
+
+    def forward(
+        self,
+        query: Float[Tensor, "B H T D"],
+        key: Float[Tensor, "B Hkv S D"],
+        value: Float[Tensor, "B Hkv S Dv"],
+        hidden_states: Float[Tensor, "B T E"] | None = None,
+        *,
+        attn_mask: Bool[Tensor, "..."] | None = None,
+        attn_bias: Float[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        token_mask: Bool[Tensor, "#B T"] | None = None,
+        scale: float | None = None,
+    ) -> Float[Tensor, "B H T Dv"]:
+        """Attend.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            hidden_states: Input of the attention on the query side; needed by affine and gate.
+            attn_mask: True = may attend; ``[T, S]`` or broadcastable ``[B, H, T, S]``. A query
+                that may attend to nothing gives exact zeros.
+            attn_bias: Added to the scores, same shapes; values at or below
+                ``finfo(dtype).min / 2`` mean "may not attend".
+            is_causal: Forbid the future; with more keys than queries the last query sits on the
+                last key (cached decoding). Applies together with a mask.
+            token_mask: True = a real token, for running means; by default read off the mask as
+                in self-attention.
+            scale: Factor on the dot product in this call.
+
+        Returns:
+            One output per query and head.
+
+        Raises:
+            ValueError: Shapes, dtypes or masks that do not fit, hidden states missing.
+        """
+        query, key, value = _autocast(query, key, value)
+        call = self.check(
+            query, key, value, hidden_states, attn_mask, attn_bias, is_causal, token_mask, scale
+        )
+        query, key = self.norm.prepare(query, key)
+        return self.attend(query, key, value, hidden_states, call)
+
+    def check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden_states: Tensor | None,
+        attn_mask: Tensor | None,
+        attn_bias: Tensor | None,
+        is_causal: bool,
+        token_mask: Tensor | None,
+        scale: float | None,
+    ) -> Call:
+        """Check a call against what this attention is; the arguments are those of ``forward``.
+
+        Returns:
+            The call in one form.
+
+        Raises:
+            ValueError: Something does not fit.
+        """
+        check_attention_inputs(query, key, value)
+        shape = self.shape
+        require(
+            query.shape[1] == shape.num_heads and query.shape[3] == shape.head_dim,
+            "query must have the heads and head_dim this attention was built for",
+            f"query of shape {list(query.shape)}",
+            f"[B, {shape.num_heads}, T, {shape.head_dim}]",
+        )
+        if self.variant.needs_hidden_states:
+            self._check_hidden_states(query, hidden_states)
+        if token_mask is not None:
+            fits = token_mask.dtype == torch.bool and token_mask.shape[-1] == query.shape[2]
+            require(
+                fits and token_mask.ndim == 2 and token_mask.shape[0] in (1, query.shape[0]),
+                "token_mask must be boolean [B, T]",
+                f"token_mask of shape {list(token_mask.shape)} and {token_mask.dtype}",
+            )
+        mask = resolve_mask(query, key, attn_mask, attn_bias, is_causal)
+        if token_mask is None and self.weights is not None and self.training:
+            token_mask = real_queries(mask)
+        scale = self.norm.score_scale(self.scale if scale is None else scale)
+        return Call(mask, scale, token_mask, self.dropout_p if self.training else 0.0)
+
+    def _check_hidden_states(self, query: Tensor, hidden_states: Tensor | None) -> None:
+        batch, _, num_queries, _ = query.shape
+        valid = f"a float tensor [{batch}, {num_queries}, {self.shape.embed_dim}]"
+        require(
+            hidden_states is not None,
+            f"{self.variant} reads hidden_states, the input of the attention",
+            "hidden_states=None",
+            valid,
+        )
+        assert hidden_states is not None
+        require(
+            tuple(hidden_states.shape) == (batch, num_queries, self.shape.embed_dim),
+            "hidden_states must fit the queries",
+            f"hidden_states of shape {list(hidden_states.shape)}",
+            valid,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        hidden_states: Tensor | None,
+        call: Call,
+    ) -> Tensor:
+        """Attend with queries and keys the norm part has prepared, fused.
+
+        Args:
+            query: Prepared queries.
+            key: Prepared keys.
+            value: Values.
+            hidden_states: Input of the attention, or None.
+            call: What ``check`` returned.
+
+        Returns:
+            One output per query and head.
+        """
+        if self.cap is None:
+            attn_output = self.normaliser.fused(
+                query, key, value, call.mask, call.scale, call.dropout_p
+            )
+        else:
+            attn_output = self._attend_in_blocks(query, key, value, call)
+        if self.weights is not None:
+            coefficients = self.weights.coefficients(hidden_states, call.token_mask)
+            attn_output = self.weights.fused(attn_output, value, call.mask, *coefficients)
+        for part in self.outputs():
+            attn_output = part(attn_output, hidden_states)
+        return attn_output
+
+    def _attend_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        values = repeat_heads(value, query.shape[1])
+
+        def block(query: Tensor, start: int, stop: int) -> Tensor:
+            return plain_weights(self, query, key, call.mask.rows(start, stop), call) @ values
+
+        return map_query_blocks(block, query)
+
+
+class Attention(nn.Module):
+    """Multi-head attention of any variant: hidden states to output.
+
+        output = InnerAttention(hidden_states @ W_q, context @ W_k, context @ W_v) @ W_o
+
+    Args:
+        embed_dim: E.
+        num_heads: H.
+        variant: Terms joined by ``+``; see ``levelhead.variants()``.
+        num_kv_heads: Hkv, dividing H; H by default.
+        head_dim: D; ``embed_dim / num_heads`` by default.
+        kv_embed_dim: Width of the context in cross attention; E by default.
+        qkv_bias: Whether q, k and v projections have a bias.
+        proj_bias: Whether the output projection has one.
+        scale: Factor on the dot product; ``D ** -0.5`` by default.
+        dropout_p: Probability of dropping an attention weight in training.
+        rope: Rotary embedding of every call that does not bring its own,
+            ``(query, key) -> (query, key)`` on ``[B, H, T, D]``.
+        device: Where parameters live.
+        dtype: Of parameters.
+
+    Affine and sigma_reparam keep state that moves once per training step: call
+    ``levelhead.track_steps(model)`` once on the outermost model.
+
+    Example:
+        >>> import torch, levelhead as lh
+        >>> attention = lh.Attention(48, 3, variant="quest + gate")
+        >>> attention(torch.randn(2, 7, 48), is_causal=True).shape
+        torch.Size([2, 7, 48])
+
+    Raises:
+        ValueError: An illegal variant or sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        variant: str | Variant = "softmax",
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        kv_embed_dim: int | None = None,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+        rope: Rope | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        self.variant = parse_variant(variant)
+        shape = check_sizes(
+            embed_dim, num_heads, num_kv_heads, head_dim, qkv_bias, device, dtype, kv_embed_dim
+        )
+        self.shape, self.rope = shape, rope
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.num_kv_heads, self.head_dim = shape.num_kv_heads, shape.head_dim
+        q_width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        kv_dim = shape.kv_dim("k")
+        self.q_proj = nn.Linear(embed_dim, q_width, bias=qkv_bias, **shape.factory)
+        self.k_proj = nn.Linear(kv_dim, kv_width, bias=qkv_bias, **shape.factory)
+        self.v_proj = nn.Linear(kv_dim, kv_width, bias=qkv_bias, **shape.factory)
+        self.o_proj = nn.Linear(q_width, embed_dim, bias=proj_bias, **shape.factory)
+        parts = make_parts(self.variant, shape)
+        self.projections = parts.pop("projections")
+        self.inner = InnerAttention.from_parts(self.variant, shape, parts, scale, dropout_p)
+        if not self.q_proj.weight.is_meta:
+            self.projections.ensure_derived(self._weights())
+
+    @property
+    def scale(self) -> float:
+        """The factor on the dot product that is in use."""
+        return self.inner.norm.score_scale(self.inner.scale)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"variant={str(self.variant)!r}"
+        )
+
+    def derive(self) -> None:
+        """Let the projections part start from the weights as they are now.
+
+        Only ``spectral(form='svd')`` and ``sigma_reparam`` keep something of the initial
+        weights; call this after initialising weights by hand.
+        """
+        self.projections.derive(self._weights())
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {which: self._linear(which).weight for which in WHICH}
+
+    def _linear(self, which: str) -> nn.Linear:
+        return {"q": self.q_proj, "k": self.k_proj, "v": self.v_proj}[which]
+
+    def _project(self, which: str, hidden_states: Tensor) -> Tensor:
+        linear = self._linear(which)
+        projected = self.projections.project(which, hidden_states, linear.weight, linear.bias)
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "B T E"],
+        context: Float[Tensor, "B S Ekv"] | None = None,
+        *,
+        attn_mask: Bool[Tensor, "..."] | None = None,
+        attn_bias: Float[Tensor, "..."] | None = None,
+        is_causal: bool = False,
+        token_mask: Bool[Tensor, "#B T"] | None = None,
+        rope: Rope | None = None,
+        kv_cache: KVCache | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from the hidden states to themselves, or to a context.
+
+        The norm part comes before the rotary embedding, the cache after both.
+
+        Args:
+            hidden_states: Input.
+            context: What keys and values are made of; the hidden states by default.
+            attn_mask: True = may attend; ``[T, S]`` or broadcastable ``[B, H, T, S]``.
+            attn_bias: Added to the scores, same shapes.
+            is_causal: Forbid the future; bottom-right with more keys than queries.
+            token_mask: True = a real token, for running means; by default read off the mask in
+                self-attention, and all of them in cross attention.
+            rope: Rotary embedding of this call, ``(query, key) -> (query, key)``.
+            kv_cache: Takes the new keys and values and returns all of them.
+            need_weights: Return the attention weights too, through the plain T x S form, which
+                then also gives the output.
+
+        Returns:
+            ``[B, T, E]``, or that and the weights ``[B, H, T, S]`` (before the output stage).
+
+        Raises:
+            ValueError: Shapes or masks that do not fit.
+        """
+        self._check_input("hidden_states", hidden_states, self.embed_dim)
+        source = hidden_states if context is None else context
+        self._check_input("context", source, self.shape.kv_dim("k"))
+        self.projections.ensure_derived(self._weights())
+        query = self._project("q", hidden_states)
+        key, value = self._project("k", source), self._project("v", source)
+        query, key, value = _autocast(query, key, value)
+        query, key = self.inner.norm.prepare(query, key)
+        rope = self.rope if rope is None else rope
+        if rope is not None:
+            query, key = rope(query, key)
+        if kv_cache is not None:
+            key, value = kv_cache.update(key, value)
+        if token_mask is None and context is not None:
+            token_mask = torch.ones(1, query.shape[2], dtype=torch.bool, device=query.device)
+        call = self.inner.check(
+            query, key, value, hidden_states, attn_mask, attn_bias, is_causal, token_mask, None
+        )
+        if need_weights:
+            plain = attend_plainly(self.inner, query, key, value, hidden_states, call)
+            return self._merge(plain.attn_output), plain.attn_weights
+        return self._merge(self.inner.attend(query, key, value, hidden_states, call))
+
+    def _check_input(self, name: str, tensor: Tensor, width: int) -> None:
+        require(
+            tensor.ndim == 3 and tensor.shape[-1] == width,
+            f"{name} must be [B, T, {width}]",
+            f"{name} of shape {list(tensor.shape)}",
+        )
+
+    def _merge(self, attn_output: Float[Tensor, "B H T D"]) -> Float[Tensor, "B T E"]:
+        return self.o_proj(attn_output.transpose(1, 2).flatten(2))
+
+
+def check_sizes(
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    bias: bool,
+    device: Any,
+    dtype: torch.dtype | None,
+    kv_embed_dim: int | None = None,
+) -> AttentionShape:
+    """Check the sizes of an attention and fill in the defaults.
+
+    Args:
+        embed_dim: E.
+        num_heads: H.
+        num_kv_heads: Hkv or None for H.
+        head_dim: D or None for ``E / H``.
+        bias: Whether q, k, v projections have a bias.
+        device: For new parameters.
+        dtype: For new parameters.
+        kv_embed_dim: Width of the context, or None for E.
+
+    Returns:
+        The sizes.
+
+    Raises:
+        ValueError: A size that is not positive or does not divide another.
+    """
+    if head_dim is None:
+        require_divides("num_heads", num_heads, "embed_dim", embed_dim)
+        head_dim = embed_dim // num_heads
+    require(
+        embed_dim > 0 and head_dim > 0, "sizes must be positive",
+        f"embed_dim={embed_dim}, head_dim={head_dim}",
+    )  # fmt: skip
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    require_divides("num_kv_heads", num_kv_heads, "num_heads", num_heads)
+    factory = {"device": device, "dtype": dtype}
+    return AttentionShape(
+        embed_dim, num_heads, num_kv_heads, head_dim, bias, kv_embed_dim, factory
+    )
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Bring tensors to the dtype autocast would give to a fused attention, if it is on."""
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return list(tensors)
+    low = torch.get_autocast_dtype(device)
+    return [t if t.dtype == torch.float64 else t.to(low) for t in tensors]

@@ -1,0 +1,151 @@
+"""Attention kernels that hand back the log of their normaliser: private torch operators, isolated.
+
+A flash backward uses the output ``O`` only through ``delta = rowsum(dO * O)``. With
+``out = O * keep``, ``keep = sigmoid(lse - sink)`` and a gradient ``G`` of ``out``, the exact score
+gradient is the same formula with ``delta - dlse``, which is what the kernel computes when it is
+handed ``O - (1 - keep) * (G . O) G / ||G||^2`` in place of ``O`` (and ``keep * G`` as ``dO``). So
+a learned sink needs no kernel of its own, forward or backward.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from levelhead.shapes import at_least_float32
+
+_FLASH_HALF = (torch.float16, torch.bfloat16)
+_CUDA_FLASH_MAX_HEAD_DIM = 256
+
+
+class Kernel(NamedTuple):
+    """A fused attention and its gradient.
+
+    Attributes:
+        forward: ``(query, key, value, attn_bias, is_causal, scale) -> output, lse, saved``.
+        backward: ``(grad, query, key, value, attn_bias, output, lse, is_causal, scale, saved)
+            -> gradients of query, key and value``.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor, tuple[Any, ...]]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _cpu_forward(query, key, value, attn_bias, is_causal, scale):
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, is_causal, attn_mask=attn_bias, scale=scale
+    )
+    return output, lse, ()
+
+
+def _cpu_backward(grad, query, key, value, attn_bias, output, lse, is_causal, scale, saved):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, output, lse, 0.0, is_causal, attn_mask=attn_bias, scale=scale
+    )
+
+
+def _cuda_forward(query, key, value, attn_bias, is_causal, scale):
+    output, lse, *saved, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, 0.0, is_causal, False, scale=scale
+    )
+    return output, lse, tuple(saved)
+
+
+def _cuda_backward(grad, query, key, value, attn_bias, output, lse, is_causal, scale, saved):
+    cum_seq_q, cum_seq_k, max_q, max_k, rng_state, unused = saved
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, output, lse, cum_seq_q, cum_seq_k, max_q, max_k,
+        0.0, is_causal, rng_state, unused, scale=scale,
+    )  # fmt: skip
+
+
+_CPU = Kernel(_cpu_forward, _cpu_backward)
+_CUDA_FLASH = Kernel(_cuda_forward, _cuda_backward)
+_NEEDED = {
+    "cpu": (
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+    ),
+    "cuda": (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+    ),
+}
+
+
+def find_lse_kernel(query: Tensor, key: Tensor, value: Tensor, has_mask: bool) -> Kernel | None:
+    """Return a kernel that hands back its log-sum-exp for these tensors, or None.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hkv, S, D]``.
+        value: ``[B, Hkv, S, Dv]``.
+        has_mask: Whether a mask or bias goes along (causality is not one).
+
+    Returns:
+        A kernel, or None where this torch, device, dtype or shape has none.
+    """
+    device = query.device.type
+    if not all(hasattr(torch.ops.aten, name) for name in _NEEDED.get(device, ("",))):
+        return None
+    if value.shape[-1] != query.shape[-1] or 0 in query.shape or 0 in key.shape:
+        return None
+    if device == "cpu":
+        return _CPU
+    fits = query.dtype in _FLASH_HALF and query.shape[-1] <= _CUDA_FLASH_MAX_HEAD_DIM
+    aligned = query.shape[-1] % 8 == 0 and query.shape[1] == key.shape[1]
+    recent = torch.cuda.get_device_capability(query.device)[0] >= 8
+    return _CUDA_FLASH if fits and aligned and recent and not has_mask else None
+
+
+class SinkAttention(torch.autograd.Function):
+    """``softmax`` attention times ``sigmoid(lse - sink_score)``: the weights a sink leaves."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, sink_score, attn_bias, is_causal, scale, kernel):
+        output, lse, saved = kernel.forward(query, key, value, attn_bias, is_causal, scale)
+        keep = _keep(lse, sink_score)
+        tensors = [item for item in saved if isinstance(item, Tensor)]
+        ctx.save_for_backward(query, key, value, sink_score, attn_bias, output, lse, *tensors)
+        ctx.others = [None if isinstance(item, Tensor) else item for item in saved]
+        ctx.is_tensor = [isinstance(item, Tensor) for item in saved]
+        ctx.is_causal, ctx.scale, ctx.kernel = is_causal, scale, kernel
+        return (output * keep).to(output.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        query, key, value, sink_score, attn_bias, output, lse, *tensors = ctx.saved_tensors
+        remaining = iter(tensors)
+        saved = [
+            next(remaining) if is_tensor else other
+            for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        keep = _keep(lse, sink_score)
+        (grad,) = grads
+        wide = grad.to(keep.dtype)
+        along = (wide * output).sum(dim=-1, keepdim=True)
+        lost = (1 - keep) * along
+        grad_qkv = ctx.kernel.backward(
+            (wide * keep).to(grad.dtype), query, key, value, attn_bias,
+            (output - lost * _over_square(wide)).to(output.dtype), lse,
+            ctx.is_causal, ctx.scale, saved,
+        )  # fmt: skip
+        grad_sink = -(keep * lost).sum(dim=(0, 2, 3)).to(sink_score.dtype)
+        return *grad_qkv, grad_sink, None, None, None, None
+
+
+def _keep(lse: Tensor, sink_score: Float[Tensor, " H"]) -> Float[Tensor, "B H T 1"]:
+    compute_dtype = at_least_float32(lse.dtype, sink_score.dtype)
+    difference = lse.to(compute_dtype) - sink_score.to(compute_dtype)[None, :, None]
+    return difference.sigmoid().unsqueeze(-1)
+
+
+def _over_square(rows: Tensor) -> Tensor:
+    """Return ``row / ||row||^2``, zero for zero rows, without squaring tiny numbers."""
+    largest = rows.abs().amax(dim=-1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1.0)
+    scaled = rows / largest
+    square = scaled.square().sum(dim=-1, keepdim=True)
+    return scaled / (square.masked_fill(square == 0, 1.0) * largest)

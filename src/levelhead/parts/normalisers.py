@@ -1,0 +1,76 @@
+"""Parts that turn scores into weights."""
+
+import torch
+from torch import Tensor, nn
+
+from levelhead.parts.base import AttentionShape, Part
+from levelhead.shapes import at_least_float32
+from levelhead.stages.masks import AttentionMask
+from levelhead.stages.softmax import sink_attention, softmax_attention
+
+
+class Softmax(Part):
+    """Weights that sum to one."""
+
+    def fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        scale: float,
+        dropout_p: float,
+    ) -> Tensor:
+        """Return the attention output without a T x S matrix."""
+        attn_mask, is_causal = mask.for_sdpa(query.dtype)
+        return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
+
+    def plain(self, scores: Tensor) -> Tensor:
+        """Return the weights of masked scores; a row without any allowed key gives zeros."""
+        compute_dtype = at_least_float32(scores.dtype)
+        empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(dim=-1, dtype=compute_dtype)
+        return weights.masked_fill(empty, 0.0).to(scores.dtype)
+
+
+class OffByOne(Softmax):
+    """One more in the denominator: a sink whose score is fixed at zero."""
+
+    def sink_score(self, like: Tensor) -> Tensor:
+        """Return the score of the extra key, one per query head of ``like``."""
+        return like.new_zeros(like.shape[1])
+
+    def fused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        scale: float,
+        dropout_p: float,
+    ) -> Tensor:
+        attn_mask, is_causal = mask.for_sdpa(query.dtype)
+        sink = self.sink_score(query)
+        return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
+
+    def plain(self, scores: Tensor) -> Tensor:
+        compute_dtype = at_least_float32(scores.dtype)
+        sink = self.sink_score(scores).to(compute_dtype).view(1, -1, 1, 1)
+        with_sink = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
+        return with_sink.softmax(dim=-1, dtype=compute_dtype)[..., :-1].to(scores.dtype)
+
+
+class Sink(OffByOne):
+    """A sink whose score every head learns, starting at ``start``."""
+
+    def __init__(self, shape: AttentionShape, start: float = 0.0):
+        super().__init__()
+        self.start = float(start)
+        self.score = nn.Parameter(torch.empty(shape.num_heads, **shape.factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.score, self.start)
+
+    def sink_score(self, like: Tensor) -> Tensor:
+        return self.score

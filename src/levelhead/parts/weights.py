@@ -1,0 +1,129 @@
+"""The part that scales and shifts attention weights: affine-scaled attention."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from levelhead.parts.base import AttentionShape, Part
+from levelhead.shapes import at_least_float32, require, require_known
+from levelhead.stages.masks import AttentionMask
+from levelhead.stages.weights import affine_attention, affine_weights, linear_clipping
+from levelhead.steps import StepState
+
+PHI = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
+RHO = 0.9
+"""Decay of the running mean (Bae et al. 2026)."""
+
+
+class Affine(StepState, Part):
+    """Weights times alpha(x) plus beta(x), whose running mean moves once per step."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        phi: str = "linear_clipping",
+        rho: float = RHO,
+        count: str = "visible",
+        moving_average: str = "per_head",
+        warm_start: bool = False,
+    ):
+        super().__init__()
+        require_known("affine phi", phi, PHI)
+        require_known("affine count", count, ("visible", "keys"))
+        require_known("affine moving_average", moving_average, ("per_head", "per_layer"))
+        require(0 <= rho < 1, "rho must be in [0, 1)", f"rho={rho}")
+        self.phi = PHI[phi]
+        self.rho, self.counts_visible, self.warm_start = rho, count == "visible", warm_start
+        self.alpha_proj = nn.Linear(shape.embed_dim, shape.num_heads, bias=False, **shape.factory)
+        self.per_head = moving_average == "per_head"
+        size = shape.num_heads if self.per_head else 1
+        device = shape.factory.get("device")
+        dtype = at_least_float32(self.alpha_proj.weight.dtype)
+        self.register_state("alpha_mean", torch.zeros(size, dtype=dtype, device=device))
+        self.register_state("num_steps", torch.zeros(1, dtype=torch.long, device=device))
+        # Not a buffer: DDP would overwrite every rank's share with that of rank 0.
+        self._share = torch.zeros(size + 1, dtype=dtype, device=device)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        share = fn(self._share)
+        self._share = share.to(at_least_float32(share.dtype))
+        return self
+
+    def reset_parameters(self) -> None:
+        self.alpha_proj.reset_parameters()
+        self.set_state("alpha_mean", 0.0)
+        self.set_state("num_steps", 0)
+        self._share.zero_()
+
+    def coefficients(
+        self,
+        hidden_states: Float[Tensor, "B T E"],
+        token_mask: Bool[Tensor, "#B T"] | None,
+    ) -> tuple[Float[Tensor, "B H T 1"], Float[Tensor, "#H 1 1"]]:
+        """Return alpha and its running mean, which a training forward moves.
+
+            alpha = phi(hidden_states @ W_a),  mean = rho * mean_before + (1 - rho) * average(alpha)
+
+        Args:
+            hidden_states: The input of the attention, query side.
+            token_mask: True = a real token; the average leaves the others out. None for all.
+
+        Returns:
+            alpha in [0, 1] and the mean used in this forward (no gradient), float32 or wider.
+        """
+        self.require_tracked()
+        logits = self.alpha_proj(hidden_states).mT.unsqueeze(-1)
+        alpha = self.phi(logits.to(at_least_float32(logits.dtype)))
+        mean = self._move(alpha.detach(), token_mask) if self.training else self.alpha_mean
+        return alpha, mean.to(alpha.dtype)[:, None, None]
+
+    @torch.no_grad()
+    def _move(self, alpha: Tensor, token_mask: Tensor | None) -> Tensor:
+        if token_mask is None:
+            weight = torch.ones_like(alpha)
+        else:
+            weight = token_mask[:, None, :, None].to(alpha.dtype).expand_as(alpha)
+        axes = (0, 2, 3) if self.per_head else (0, 1, 2, 3)
+        total = torch.atleast_1d((weight * alpha).sum(dim=axes))
+        count = torch.atleast_1d(weight.sum(dim=axes))
+        self._share.copy_(torch.cat([total, count[:1]]))
+        return self._finish(self._share)
+
+    def _finish(self, share: Tensor) -> Tensor:
+        """Write and return the step's mean, from the sum and count of alpha."""
+        total, count = share[:-1], share[-1:]
+        average = total / count.clamp_min(1.0)
+        rho = torch.where(
+            self.num_steps_before > 0, self.rho, 0.0 if self.warm_start else self.rho
+        )
+        moved = rho * self.alpha_mean_before + (1 - rho) * average
+        self.alpha_mean.copy_(torch.where(count > 0, moved, self.alpha_mean_before))
+        self.num_steps.copy_(self.num_steps_before + 1)
+        return self.alpha_mean.clone()
+
+    def pending(self) -> Tensor:
+        return self._share
+
+    def settle(self, total: Tensor) -> None:
+        self._finish(total)
+
+    def fused(
+        self,
+        attn_output: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        alpha: Tensor,
+        mean: Tensor,
+    ) -> Tensor:
+        """Return the scaled and shifted output without a T x S matrix."""
+        return affine_attention(attn_output, value, alpha, mean, mask, self._keys(mask))
+
+    def plain(
+        self, attn_weights: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor
+    ) -> Tensor:
+        """Return the scaled and shifted weights."""
+        return affine_weights(attn_weights, alpha, mean, mask.visible(), self._keys(mask))
+
+    def _keys(self, mask: AttentionMask) -> float | None:
+        return None if self.counts_visible else float(mask.num_keys)

@@ -1,0 +1,349 @@
+"""The one mask rule: what each query may attend to, without a floating T x S matrix.
+
+``attn_mask`` is boolean and True means "may attend"; ``attn_bias`` is added to the scores;
+``is_causal`` aligns bottom-right when there are more keys than queries, so that cached decoding
+equals the full pass. All three may come together, and all apply.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from levelhead.shapes import at_least_float32, describe, require
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """What each of T queries may attend to among S keys.
+
+    Attributes:
+        num_queries: T.
+        num_keys: S.
+        device: Where the attention runs.
+        mask: True = may attend, broadcastable to ``[B, H, T, S]``, or None for "everything".
+        bias: Added to the scores, same shape rule; what it forbids holds -inf. Or None.
+        is_causal: Query t may attend to keys up to ``S - T + t`` only.
+    """
+
+    num_queries: int
+    num_keys: int
+    device: torch.device
+    mask: Bool[Tensor, "#B #H #T #S"] | None = None
+    bias: Float[Tensor, "#B #H #T #S"] | None = None
+    is_causal: bool = False
+
+    def for_sdpa(self, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+        """Return ``attn_mask`` and ``is_causal`` as ``F.scaled_dot_product_attention`` wants them.
+
+        Args:
+            dtype: The dtype of the query, which a float mask must share.
+
+        Returns:
+            A boolean or float mask or None, and whether the kernel's own (top-left) causal rule
+            says the same as ours.
+        """
+        if self.mask is None and self.bias is None:
+            if not self.is_causal or self.num_queries == 1:
+                return None, False
+            if self.num_queries == self.num_keys:
+                return None, True
+        allowed = self.allowed()
+        if self.bias is None:
+            return allowed, False
+        bias = self.bias.to(dtype)
+        return (bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)), False
+
+    def allowed(self) -> Bool[Tensor, "#B #H #T #S"] | None:
+        """Return who may attend to whom by mask and causality (not by the bias), or None for all.
+
+        Returns:
+            True = may attend.
+        """
+        if not self.is_causal or self.num_queries == 1:
+            return self.mask
+        causal = causal_mask(self.num_queries, self.num_keys, self.device)
+        return causal if self.mask is None else causal & self.mask
+
+    def visible(self) -> Bool[Tensor, "#B #H #T #S"] | None:
+        """Return who may attend to whom by mask, causality and the bias's -inf, or None for all.
+
+        Returns:
+            True = may attend.
+        """
+        allowed = self.allowed()
+        if self.bias is None:
+            return allowed
+        finite = self.bias > -torch.inf
+        return finite if allowed is None else finite & allowed
+
+    def apply(self, scores: Float[Tensor, "B H T S"]) -> Float[Tensor, "B H T S"]:
+        """Add the bias to the scores and put -inf where a query may not attend.
+
+        Args:
+            scores: Scaled scores, capped where a cap is in use.
+
+        Returns:
+            Masked scores in the dtype of ``scores``.
+        """
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
+        allowed = self.allowed()
+        if allowed is None:
+            return scores
+        return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+
+    def rows(self, start: int, stop: int) -> "AttentionMask":
+        """Return the mask of the queries ``start`` to ``stop`` (exclusive).
+
+        Args:
+            start: First query.
+            stop: One past the last.
+
+        Returns:
+            A mask with ``stop - start`` queries and as many keys as before.
+        """
+        visible, bias = self.mask, self.bias
+        if self.is_causal:
+            offset = self.num_keys - self.num_queries
+            causal = _causal_rows(start + offset, stop + offset, self.num_keys, self.device)
+            visible = causal if visible is None else causal & _slice(visible, start, stop)
+        elif visible is not None:
+            visible = _slice(visible, start, stop)
+        bias = None if bias is None else _slice(bias, start, stop)
+        return AttentionMask(stop - start, self.num_keys, self.device, visible, bias)
+
+    def keys(self) -> "AttentionMask":
+        """Return the mask without its causality.
+
+        Returns:
+            The same mask and bias for one query.
+        """
+        return AttentionMask(1, self.num_keys, self.device, self.mask, self.bias)
+
+    @property
+    def is_key_padding(self) -> bool:
+        """Whether, causality aside, all queries and heads see the same keys."""
+        parts = [t for t in (self.mask, self.bias) if t is not None]
+        return all(t.shape[1] == 1 and t.shape[2] == 1 for t in parts)
+
+
+def _slice(tensor: Tensor, start: int, stop: int) -> Tensor:
+    return tensor if tensor.shape[-2] == 1 else tensor[..., start:stop, :]
+
+
+def _causal_rows(
+    first: int, last: int, num_keys: int, device: torch.device | None
+) -> Bool[Tensor, "1 1 T S"]:
+    key_idx = torch.arange(num_keys, device=device)
+    last_key = torch.arange(first, last, device=device)[:, None]
+    return (key_idx <= last_key)[None, None]
+
+
+def causal_mask(
+    num_queries: int, num_keys: int, device: torch.device | None = None
+) -> Bool[Tensor, "1 1 T S"]:
+    """Return the causal mask, aligned bottom-right.
+
+        mask[t, s] = s <= t + (S - T)
+
+    Args:
+        num_queries: T.
+        num_keys: S, at least T.
+        device: Where to build it.
+
+    Returns:
+        True = may attend.
+    """
+    offset = num_keys - num_queries
+    return _causal_rows(offset, num_keys, num_keys, device)
+
+
+def sliding_window_mask(
+    num_queries: int, num_keys: int, window: int, device: torch.device | None = None
+) -> Bool[Tensor, "1 1 T S"]:
+    """Return the causal sliding-window mask, aligned bottom-right.
+
+        mask[t, s] = 0 <= t + (S - T) - s < window
+
+    Args:
+        num_queries: T.
+        num_keys: S, at least T.
+        window: How many keys a query sees at most, itself included; positive.
+        device: Where to build it.
+
+    Returns:
+        True = may attend.
+
+    Raises:
+        ValueError: ``window`` is not positive, or there are more queries than keys.
+    """
+    require(window > 0, "window must be positive", f"window={window}")
+    _require_no_more_queries(num_queries, num_keys)
+    distance = torch.arange(num_keys - num_queries, num_keys, device=device)[
+        :, None
+    ] - torch.arange(num_keys, device=device)
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def resolve_mask(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B Hkv S D"],
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    is_causal: bool = False,
+) -> AttentionMask:
+    """Check what the user says about visibility and bring it into one form.
+
+    Args:
+        query: For its batch, heads and length.
+        key: For its length.
+        attn_mask: Boolean, True = may attend; ``[T, S]`` or broadcastable ``[B, H, T, S]``.
+        attn_bias: Float, added to the scores; same shapes. Values at or below
+            ``finfo(dtype).min / 2`` mean "may not attend" and become -inf.
+        is_causal: Forbid the future, bottom-right.
+
+    Returns:
+        The mask in the one form; four axes.
+
+    Raises:
+        ValueError: A wrong shape or dtype, NaN or +inf in the bias (looked for on the CPU outside
+            compilation only: elsewhere the look would stall the device), or more queries than
+            keys under ``is_causal``.
+    """
+    sizes = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    if is_causal:
+        _require_no_more_queries(sizes[2], sizes[3])
+    if attn_mask is not None:
+        require(
+            isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool,
+            "attn_mask must be boolean with True = may attend",
+            f"attn_mask={describe(attn_mask)}",
+            "a bool tensor; a float mask that is added to the scores goes to attn_bias",
+        )
+        attn_mask = _four_axes("attn_mask", attn_mask, sizes)
+    if attn_bias is not None:
+        require(
+            isinstance(attn_bias, Tensor) and attn_bias.is_floating_point(),
+            "attn_bias must be a float tensor that is added to the scores",
+            f"attn_bias={describe(attn_bias)}",
+            "a float tensor; a boolean mask goes to attn_mask",
+        )
+        attn_bias = _four_axes("attn_bias", attn_bias, sizes)
+        _require_no_nan(attn_bias)
+        lowest = torch.finfo(attn_bias.dtype).min / 2
+        attn_bias = attn_bias.masked_fill(attn_bias <= lowest, -torch.inf)
+    return AttentionMask(sizes[2], sizes[3], query.device, attn_mask, attn_bias, is_causal)
+
+
+def _require_no_more_queries(num_queries: int, num_keys: int) -> None:
+    require(
+        num_queries <= num_keys,
+        "is_causal aligns the last query with the last key, so queries may not outnumber keys",
+        f"T={num_queries}, S={num_keys}",
+    )
+
+
+def _four_axes(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    shape = tensor.shape
+    fits = tensor.ndim in (2, 4) and all(
+        have in (1, want) for have, want in zip(reversed(shape), reversed(sizes), strict=False)
+    )
+    require(
+        fits,
+        f"{name} must be broadcastable to [B, H, T, S] = {list(sizes)}",
+        f"{name} of shape {list(shape)}",
+        f"[T, S] or four axes, each of size 1 or full; "
+        f"a padding mask [B, S] is passed as {name}[:, None, None, :]",
+    )
+    return tensor if tensor.ndim == 4 else tensor[None, None]
+
+
+def _require_no_nan(attn_bias: Tensor) -> None:
+    if torch.compiler.is_compiling() or attn_bias.device.type != "cpu" or not attn_bias.numel():
+        return
+    largest = attn_bias.detach().amax()  # NaN wins a maximum, and no T x S copy is made
+    require(
+        bool(largest < torch.inf),
+        "attn_bias may hold finite numbers and -inf",
+        f"a maximum of {largest.item()}",
+    )
+
+
+def visible_sum(
+    mask: AttentionMask, value: Float[Tensor, "B Hkv S Dv"]
+) -> tuple[Float[Tensor, "B Hkv #T Dv"], Tensor]:
+    """Sum the values every query may attend to, without a T x S matrix.
+
+        total[t] = sum_{s visible to t} value[s],   count[t] = |{s visible to t}|
+
+    Plain sums without causality, cumulative sums with it. Only for masks that are the same for
+    all queries and heads but for causality (``mask.is_key_padding``).
+
+    Args:
+        mask: What is visible.
+        value: Values.
+
+    Returns:
+        The sums, in float32 or wider (a bfloat16 cumulative sum loses .4 %), and the counts as
+        floats ``[#B, 1, #T, 1]``; T is 1 where all queries see the same.
+    """
+    compute_dtype = at_least_float32(value.dtype)
+    keys = mask.keys().visible()
+    wide = value.to(compute_dtype)
+    if keys is None:
+        seen = torch.ones(1, 1, mask.num_keys, 1, dtype=compute_dtype, device=value.device)
+    else:
+        seen = keys.mT.to(compute_dtype)
+        wide = wide * seen
+    if not mask.is_causal:
+        count = seen.expand(-1, -1, mask.num_keys, -1).sum(dim=-2, keepdim=True)
+        return wide.sum(dim=-2, keepdim=True), count
+    count = seen.expand(-1, -1, mask.num_keys, -1).cumsum(dim=-2)
+    first = mask.num_keys - mask.num_queries
+    return wide.cumsum(dim=-2)[..., first:, :], count[..., first:, :]
+
+
+def visible_count(mask: AttentionMask) -> Tensor:
+    """Count the keys every query may attend to, under any mask.
+
+    Args:
+        mask: What is visible.
+
+    Returns:
+        Integers of shape ``[#B, #H, #T, 1]``.
+    """
+    visible = mask.visible()
+    if visible is None:
+        return torch.full((1, 1, 1, 1), mask.num_keys, device=mask.device)
+    return visible.expand(-1, -1, -1, mask.num_keys).sum(dim=-1, keepdim=True)
+
+
+def real_queries(mask: AttentionMask) -> Bool[Tensor, "#B T"] | None:
+    """Guess which queries are tokens and not padding, in self-attention.
+
+    A query is padding when it may attend to nothing, or when nobody may attend to its own key
+    (key ``S - T + t`` belongs to query t).
+
+    Args:
+        mask: What is visible.
+
+    Returns:
+        True = a real token; None when nothing is masked.
+    """
+    if mask.mask is None and mask.bias is None:
+        return None
+    if mask.is_key_padding:
+        keys = mask.keys().visible()
+        assert keys is not None
+        seen = keys.expand(-1, -1, -1, mask.num_keys)[:, 0, 0]
+        return seen[:, mask.num_keys - mask.num_queries :]
+    visible = mask.visible()
+    assert visible is not None
+    visible = visible.expand(-1, -1, mask.num_queries, mask.num_keys).any(dim=1)
+    attends = visible.any(dim=-1)
+    if mask.num_keys < mask.num_queries:
+        return attends
+    attended = visible.any(dim=-2)[:, mask.num_keys - mask.num_queries :]
+    return attends & attended

@@ -1,0 +1,53 @@
+"""Outputs: what happens to the attention output of each head before heads are merged."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from levelhead.rows import ROW_EPS, inverse_row_norm
+
+
+def equilibrate_rows(
+    attn_output: Float[Tensor, "B H T Dv"], eps: float = ROW_EPS, detach: bool = False
+) -> Float[Tensor, "B H T Dv"]:
+    """Divide each head's output rows by their norms: a diagonal preconditioner.
+
+        attn_output = C A,   C = diag(1 / ||A_t||_2)
+
+    Row equilibration is within sqrt(T) of the best diagonal row scaling for the 2-norm
+    condition number (van der Sluis 1969); it helps where row norms vary, and can still worsen a
+    given matrix.
+
+    Args:
+        attn_output: Output of attention per head.
+        eps: Norm below which a row is divided by this instead.
+        detach: Treat C as a constant in the gradient.
+
+    Returns:
+        Rows of norm one; a zero row stays zero with a zero gradient.
+
+    Source: Saratchandran 2026, arXiv 2603.27153, best reading (METHODS 4).
+    """
+    inverse = inverse_row_norm(attn_output.detach() if detach else attn_output, eps)
+    return (attn_output * inverse).to(attn_output.dtype)
+
+
+def gate_output(
+    attn_output: Float[Tensor, "B H T Dv"], gate_logits: Float[Tensor, "B T HD"]
+) -> Float[Tensor, "B H T Dv"]:
+    """Multiply each head's output by a gate computed from the hidden states.
+
+        attn_output = attn_output * sigmoid(gate_logits)
+
+    Args:
+        attn_output: Output of attention per head.
+        gate_logits: One number per head (``HD = H``) or per coordinate of each head
+            (``HD = H * Dv``).
+
+    Returns:
+        Gated output, same dtype.
+
+    Source: Qiu et al. 2025 (NeurIPS), position G1. Differs from it in: nothing.
+    """
+    gate = torch.sigmoid(gate_logits).unflatten(-1, (attn_output.shape[1], -1))
+    return attn_output * gate.transpose(1, 2).to(attn_output.dtype)

@@ -1,0 +1,79 @@
+"""Scores: what happens to queries and keys before their dot product, and to the product."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from levelhead.rows import ROW_EPS, unit_rows
+
+
+def normalize_keys(
+    key: Float[Tensor, "B Hkv S D"], eps: float = ROW_EPS
+) -> Float[Tensor, "B Hkv S D"]:
+    """Bring every key to unit length (QUEST), so that no key shouts.
+
+        key_bar[s] = key[s] / ||key[s]||_2,   scores = query @ key_bar^T   (scale 1)
+
+    The score of a query is then at most its own norm.
+
+    Args:
+        key: Keys.
+        eps: Norm below which a key is divided by this instead.
+
+    Returns:
+        Keys of norm one (zero keys stay zero).
+
+    Source: Govindarajan et al. 2026, arXiv 2604.00199. Differs from it in: nothing.
+    """
+    return unit_rows(key, eps)
+
+
+def scale_heads(
+    query: Float[Tensor, "B H T D"], gain: Float[Tensor, " H"]
+) -> Float[Tensor, "B H T D"]:
+    """Multiply the queries of each head by one number, which scales the head's scores.
+
+        query[h] = gain[h] * query[h]
+
+    Args:
+        query: Queries.
+        gain: One factor per head.
+
+    Returns:
+        Queries in their own dtype.
+    """
+    return query * gain.to(query.dtype)[:, None, None]
+
+
+def scale_dimensions(
+    rows: Float[Tensor, "B Hany N D"], gain: Float[Tensor, " D"]
+) -> Float[Tensor, "B Hany N D"]:
+    """Multiply each coordinate of queries or keys by its own number.
+
+        rows[d] = gain[d] * rows[d]
+
+    Args:
+        rows: Queries or keys.
+        gain: One factor per coordinate, shared by the heads.
+
+    Returns:
+        Rows in their own dtype.
+    """
+    return rows * gain.to(rows.dtype)
+
+
+def cap_scores(scores: Float[Tensor, "B H T S"], soft_cap: float) -> Float[Tensor, "B H T S"]:
+    """Bend the scores smoothly into a band.
+
+        scores = soft_cap * tanh(scores / soft_cap)
+
+    Args:
+        scores: Scaled scores, before the mask.
+        soft_cap: Half-width of the band, same unit as the scores; positive.
+
+    Returns:
+        Scores in (-soft_cap, soft_cap).
+
+    Source: Gemma Team 2024 (Gemma 2). Differs from it in: nothing.
+    """
+    return soft_cap * torch.tanh(scores / soft_cap)

@@ -1,0 +1,141 @@
+"""State that moves once per training step, however often a layer runs within it.
+
+Activation checkpointing runs a layer's forward twice, so state that a forward overwrites and
+reads again gives silently wrong gradients. Here a forward reads only ``<name>_before`` and
+writes only ``<name>``, which comes out the same however often it repeats; ``<name>_before``
+takes over ``<name>`` once, when the outermost model begins its next training forward.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from levelhead.shapes import at_least_float32, require
+
+
+class StepState(nn.Module):
+    """A module whose state moves once per step of the outermost model (``track_steps``)."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracked = False
+        self._states: tuple[str, ...] = ()
+
+    def register_state(self, name: str, start: Tensor) -> None:
+        """Register a pair of buffers, ``name`` and ``name_before``.
+
+        Args:
+            name: What the state is called.
+            start: Its first value.
+        """
+        self.register_buffer(name, start)
+        self.register_buffer(f"{name}_before", start.clone())
+        self._states += (name,)
+
+    @torch.no_grad()
+    def set_state(self, name: str, value: Tensor | float) -> None:
+        """Set both buffers of a state, as if every step so far had left this value.
+
+        Args:
+            name: What the state is called.
+            value: The value.
+        """
+        for buffer in (self.get_buffer(name), self.get_buffer(f"{name}_before")):
+            buffer.copy_(torch.as_tensor(value, dtype=buffer.dtype, device=buffer.device))
+
+    def advance(self) -> None:
+        """Let the next step begin where the last one ended."""
+        for name in self._states:
+            self.get_buffer(f"{name}_before").copy_(self.get_buffer(name))
+
+    def pending(self) -> Tensor | None:
+        """Return what must be summed over ranks before the step's state is final, or None."""
+        return None
+
+    def settle(self, total: Tensor) -> None:
+        """Make the step's state final.
+
+        Args:
+            total: ``pending`` summed over all ranks.
+        """
+
+    def require_tracked(self) -> None:
+        """Refuse a training forward that no ``track_steps`` watches.
+
+        Raises:
+            ValueError: The module is in training mode and not tracked.
+        """
+        require(
+            self.tracked or not self.training,
+            f"{type(self).__name__} keeps state that must move once per training step; call "
+            "levelhead.track_steps(model) once on the outermost model, before compiling or "
+            "wrapping it, or model.eval()",
+            "a training forward of a model that is not tracked",
+        )
+
+    def _apply(self, fn, recurse=True):
+        # Half precision would freeze a running mean: a step of it is below its resolution.
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                self._buffers[name] = buffer.to(at_least_float32(buffer.dtype))
+        return self
+
+
+def track_steps(model: nn.Module) -> nn.Module:
+    """Let the state of a model's attention (running means, singular vectors) move once per step.
+
+    A step is one training forward of ``model``: give the outermost module you call, before
+    ``torch.compile``, DDP or FSDP wrap it. ``levelhead.convert`` and the models of levelhead
+    have done it already. Calling it again, or on a part or a parent later, is safe: the last
+    call wins within ``model``. Running means are reduced over ranks once per step, in one sum for all
+    layers, at the end of the root's forward; within the step a layer uses its own rank's mean.
+
+    Known limit: eager checkpointing with two forwards of ``model`` before the first backward
+    recomputes the first with the state of the second.
+
+    Args:
+        model: The outermost module that is called in training.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, StepState):
+            module.tracked = True
+        _remove(module._forward_pre_hooks, _begin_step)
+        _remove(module._forward_hooks, _end_step)
+    model.register_forward_pre_hook(_begin_step)
+    model.register_forward_hook(_end_step)
+    return model
+
+
+def _remove(hooks, hook) -> None:
+    for key in [key for key, value in hooks.items() if value is hook]:
+        del hooks[key]
+
+
+def _states(model: nn.Module) -> list[StepState]:
+    return [module for module in model.modules() if isinstance(module, StepState)]
+
+
+@torch.no_grad()
+def _begin_step(model: nn.Module, args) -> None:
+    if model.training:
+        for state in _states(model):
+            state.advance()
+
+
+@torch.no_grad()
+def _end_step(model: nn.Module, args, output) -> None:
+    if not model.training or not dist.is_available() or not dist.is_initialized():
+        return
+    states = [(state, state.pending()) for state in _states(model) if state.training]
+    open_states = [(state, part) for state, part in states if part is not None]
+    if not open_states:
+        return
+    packed = torch.cat([part for _, part in open_states])
+    dist.all_reduce(packed)
+    sizes = [part.numel() for _, part in open_states]
+    for (state, _), total in zip(open_states, packed.split(sizes), strict=True):
+        state.settle(total)

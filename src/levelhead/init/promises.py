@@ -1,0 +1,104 @@
+"""What an initialiser promises, measured on the matrices it made."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from levelhead.init.blocks import frobenius_norm, split_heads
+from levelhead.linalg import symmetric_eigenvalues
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What the head blocks of one projection look like.
+
+    Attributes:
+        orthogonality_residual: Largest entry of ``|G / g - I|`` over the heads, ``G`` the Gram
+            matrix of a block's shorter side and ``g`` the mean of all their diagonals: 0 for
+            semi-orthogonal blocks of one scale.
+        kappa_median: Median condition number over the heads; inf for a rank-deficient block.
+        kappa_max: Largest condition number over the heads.
+        spectral_norm: Largest singular value over the heads.
+        frobenius_norm: Of the whole matrix.
+    """
+
+    orthogonality_residual: float
+    kappa_median: float
+    kappa_max: float
+    spectral_norm: float
+    frobenius_norm: float
+
+
+@dataclass(frozen=True)
+class ProductFacts:
+    """What the product of two projections looks like.
+
+    Attributes:
+        diagonal_mean: Mean diagonal entry, over all heads.
+        off_diagonal_std: Root mean square of the other entries.
+    """
+
+    diagonal_mean: float
+    off_diagonal_std: float
+
+
+@torch.no_grad()
+def head_facts(weight: Float[Tensor, "E HD"], num_heads: int) -> HeadFacts:
+    """Measure the head blocks of a projection in float64.
+
+    The singular values come from the Gram matrices, whose eigenvalues are their squares: kappa is
+    exact to float32 up to 1e4, and a block with a larger one than 1e7 reads inf.
+
+    Args:
+        weight: Projection in the logical layout (an output projection transposed).
+        num_heads: How many heads share its columns.
+
+    Returns:
+        The facts; NaN throughout where the weight is not finite.
+    """
+    blocks = split_heads(weight, num_heads).to(torch.float64)
+    tall = blocks if blocks.shape[1] >= blocks.shape[2] else blocks.mT
+    gram = tall.mT @ tall
+    spectrum = symmetric_eigenvalues(gram)
+    largest, smallest = spectrum.values[:, 0], spectrum.values[:, -1]
+    deficient = spectrum.rank < spectrum.values.shape[-1]
+    kappa = (largest / smallest.clamp_min(0)).sqrt()
+    kappa = torch.where(deficient & largest.isfinite(), torch.inf, kappa)
+    return HeadFacts(
+        orthogonality_residual=_residual(gram),
+        kappa_median=float(kappa.quantile(0.5, interpolation="nearest")),
+        kappa_max=float(kappa.max()),
+        spectral_norm=float(largest.max().sqrt()),
+        frobenius_norm=frobenius_norm(weight),
+    )
+
+
+def _residual(gram: Float[Tensor, "H D D"]) -> float:
+    """Largest entry of ``|G / mean diagonal - I|``; NaN for a zero or non-finite matrix."""
+    scaled = gram / gram.diagonal(dim1=1, dim2=2).mean()
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    return float((scaled - identity).abs().max())
+
+
+@torch.no_grad()
+def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D E"]) -> ProductFacts:
+    """Measure ``left @ right`` head by head without forming the products.
+
+        sum_ij (L R)_ij^2 = <L^T L, R R^T>,    (L R)_ii = sum_d L_id R_di
+
+    Args:
+        left: For example the query blocks.
+        right: For example the key blocks, transposed.
+
+    Returns:
+        The statistics over all heads.
+    """
+    left, right = left.to(torch.float64), right.to(torch.float64)
+    size = min(left.shape[1], right.shape[2])
+    diagonal = (left[:, :size] * right.mT[:, :size]).sum(-1)
+    squares = ((left.mT @ left) * (right @ right.mT)).sum()
+    others = left.shape[0] * left.shape[1] * right.shape[2] - diagonal.numel()
+    rest = (squares - diagonal.square().sum()).clamp_min(0)
+    return ProductFacts(float(diagonal.mean()), float((rest / max(others, 1)).sqrt()))

@@ -38,7 +38,9 @@ def weight_gram(linear: LinearisedHead) -> Float[Tensor, "TD TD"]:
     """
     head = linear.head
     query_part, output_jacobian = linear.query_part(), linear.output_jacobian
-    key_part = linear.key_part() if linear.key_jacobian is None else None
+    key_part = None
+    if linear.key_jacobian is None:
+        key_part = linear.spread @ same_products(head.key_input)
     gram = _lower_storage(linear)
     for first, last in _row_blocks(linear):
         block = _weighted_products(query_part, head.query_input, first, last)
@@ -68,48 +70,67 @@ def input_gram(linear: LinearisedHead) -> Float[Tensor, "TD TD"]:
         ``[T Dv, T Dv]`` float64; what lies above the diagonal blocks is arbitrary.
     """
     gram = _lower_storage(linear).zero_()
-    for columns in input_columns(linear, _compressed_weights(linear)):
+    for columns in input_columns(linear, same_products(_input_weights(linear))):
         _add_product(gram, linear, columns)
     return gram
 
 
 @torch.no_grad()
-def weight_jacobian(linear: LinearisedHead) -> Float[Tensor, "TD N"]:
+def weight_jacobian(linear: LinearisedHead, compress: bool = False) -> Float[Tensor, "TD N"]:
     """J itself to the weights, columns ordered as the flattened q, k, v weights.
 
     Args:
         linear: The linearised head.
+        compress: Return fewer columns where the inputs are wider than long, with the same
+            ``J J^T`` and so the same singular values.
 
     Returns:
         ``[T Dv, Eq D + Ek D + Ev Dv]`` float64.
     """
-    head, output_jacobian = linear.head, linear.output_jacobian
-    query_columns = torch.einsum("te,tad->taed", head.query_input, linear.query_part())
+    head, shrink = linear.head, same_products if compress else _unchanged
+    key_input, output_jacobian = shrink(head.key_input), linear.output_jacobian
+    query_input, mixed_input = shrink(head.query_input), shrink(linear.mixed_input)
+    query_columns = torch.einsum("te,tad->taed", query_input, linear.query_part())
     if linear.key_jacobian is None:
-        key_columns = torch.einsum("tae,td->taed", linear.key_part(), linear.query)
+        key_columns = torch.einsum("tae,td->taed", linear.spread @ key_input, linear.query)
     else:
         pull = linear.key_pull()
-        key_columns = torch.einsum("tas,se,tsd->taed", linear.spread, head.key_input, pull)
+        key_columns = torch.einsum("tas,se,tsd->taed", linear.spread, key_input, pull)
     if output_jacobian is None:
         tokens, size = linear.output_shape
         output_jacobian = torch.eye(size, dtype=torch.float64, device=linear.query.device)
         output_jacobian = output_jacobian.expand(tokens, size, size)
-    value_columns = torch.einsum("te,tac->taec", linear.mixed_input, output_jacobian)
+    value_columns = torch.einsum("te,tac->taec", mixed_input, output_jacobian)
     parts = [part.flatten(2) for part in (query_columns, key_columns, value_columns)]
     return torch.cat(parts, dim=2).flatten(0, 1)
 
 
 @torch.no_grad()
-def input_jacobian(linear: LinearisedHead) -> Float[Tensor, "TD N"]:
+def input_jacobian(linear: LinearisedHead, compress: bool = False) -> Float[Tensor, "TD N"]:
     """J itself to the hidden states, columns ordered as the flattened hidden states.
 
     Args:
         linear: The linearised head.
+        compress: As for `weight_jacobian`; shrinks where E exceeds 2 D + Dv.
 
     Returns:
         ``[T Dv, T E]`` float64.
     """
-    return torch.cat(list(input_columns(linear, _input_weights(linear))), dim=1)
+    weights = _input_weights(linear)
+    weights = same_products(weights) if compress else weights
+    return torch.cat(list(input_columns(linear, weights)), dim=1)
+
+
+def same_products(rows: Float[Tensor, "N E"]) -> Float[Tensor, "N C"]:
+    """A matrix whose rows have the same inner products, with at most as many columns as rows.
+
+    Args:
+        rows: Any matrix.
+
+    Returns:
+        ``rows`` itself unless it is wider than long.
+    """
+    return rows if rows.shape[1] <= len(rows) else torch.linalg.qr(rows.mT, mode="r").R.mT
 
 
 def input_columns(
@@ -143,9 +164,8 @@ def _input_weights(linear: LinearisedHead) -> Tensor:
     return torch.cat([weight[: head.embed_dim].mT for weight in weights])
 
 
-def _compressed_weights(linear: LinearisedHead) -> Tensor:
-    """A matrix with the inner products of `_input_weights` and at most 2 D + Dv columns."""
-    return torch.linalg.qr(_input_weights(linear).mT, mode="r").R.mT
+def _unchanged(rows: Tensor) -> Tensor:
+    return rows
 
 
 def _row_blocks(linear: LinearisedHead) -> list[tuple[int, int]]:
@@ -176,7 +196,7 @@ def _weighted_products(parts: Tensor, vectors: Tensor, first: int, last: int) ->
 
 def _add_mapped_key_term(gram: Tensor, linear: LinearisedHead) -> None:
     """Add ``B B^T``, one slice of B for each dimension of the head, never B as a whole."""
-    pull, key_input = linear.key_pull(), linear.head.key_input
+    pull, key_input = linear.key_pull(), same_products(linear.head.key_input)
     for dimension in range(pull.shape[2]):
         columns = (linear.spread * pull[:, None, :, dimension]) @ key_input
         _add_product(gram, linear, columns.flatten(0, 1))

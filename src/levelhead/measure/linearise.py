@@ -90,14 +90,6 @@ class LinearisedHead:
         assert self.key_jacobian is not None
         return torch.einsum("td,sde->tse", self.query, self.key_jacobian)
 
-    def key_part(self) -> Float[Tensor, "T Dv Ek"]:
-        """The R_i of a head without a key map.
-
-        Returns:
-            ``spread_i X`` for each query.
-        """
-        return self.spread @ self.head.key_input
-
     def push(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "T Dv"]:
         """Move the output with tangents of the projections, before their maps; O(T S D).
 

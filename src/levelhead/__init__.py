@@ -2,6 +2,7 @@
 
 from levelhead.attention import Attention, InnerAttention
 from levelhead.reference import reference_attention
+from levelhead.sites.find import find_attention
 from levelhead.stages.masks import causal_mask, sliding_window_mask
 from levelhead.steps import track_steps
 from levelhead.variants import parse_variant, variants
@@ -10,6 +11,7 @@ __all__ = [
     "Attention",
     "InnerAttention",
     "causal_mask",
+    "find_attention",
     "parse_variant",
     "reference_attention",
     "sliding_window_mask",

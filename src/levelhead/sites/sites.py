@@ -6,119 +6,143 @@ grouped layouts all look the same.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from levelhead.shapes import require, require_known
+from levelhead.sites.layout import Layout, ProjectionWeights
 
-@dataclass
-class ProjectionWeights:
-    """The logical projections of one attention, as the papers write them (``hidden_states @ W``).
-
-    Attributes:
-        q_weight: ``[E, H D]``; head h owns columns ``h D .. (h + 1) D``.
-        k_weight: ``[Ekv, Hkv D]``.
-        v_weight: ``[Ekv, Hkv D]``.
-        o_weight: ``[H D, E]``, or None where the host has no output projection.
-        q_bias: ``[H D]`` or None where the host has none. Likewise the other three.
-    """
-
-    q_weight: Tensor
-    k_weight: Tensor
-    v_weight: Tensor
-    o_weight: Tensor | None
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectionWeights":
-        """Return a copy with ``change`` applied to every tensor that is there.
-
-        Args:
-            change: A function from tensor to tensor.
-
-        Returns:
-            The new weights.
-        """
-        old = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ProjectionWeights(**{k: None if t is None else change(t) for k, t in old.items()})
+KINDS = ("self", "cross", "window", "class", "landmark", "cross_covariance", "channel")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class AttentionSite:
     """Where one attention of a model lives and what it looks like.
 
-    A subclass for a library (or for one user's module: about ten lines) says how weights are read
-    and written; everything else is data.
+    Sizes are read off the stored weights; everything else is said by the reader of the library
+    (for a module of your own, see docs/own_module.md).
 
     Attributes:
         name: Dotted path in the model.
-        module: The host's attention module.
-        layer_idx: Position among the sites of the model, from 0.
-        embed_dim: E, width of the query side's input.
+        module: The host's attention module, the one whose forward computes the attention.
+        layout: Where its projections are stored.
         num_heads: H.
-        num_kv_heads: Hkv.
-        head_dim: D.
-        scale: The factor on the dot product that the host uses.
+        scale: The factor on the dot product of (normed) query and key that the host uses,
+            wherever in its code it applies it.
+        head_scale: The host's learned factor per head ``[H, 1, 1]`` as it is now, on top of
+            ``scale``; None where it has none.
+        layer_idx: Position among the sites of the model, from 0.
+        kind: "self"; "cross" (keys from elsewhere); "window" (self, inside windows); "class"
+            (only the class token asks); "landmark" (self, approximated through a few mean
+            tokens); "cross_covariance" and "channel" (softmax over the channels of a head:
+            scores ``[B, H, D, D]``).
         is_causal: Whether the host masks the future.
-        kind: "self", "cross", "window", "cross_covariance" or "channel": what attends to what.
-        kv_embed_dim: Width of the key side's input; ``embed_dim`` unless the kind is "cross".
         q_norm: The host's own norm on queries after projection, or None. ``k_norm`` likewise.
+        norm_spans_heads: Whether these norms run over all heads at once (OLMo-2).
+        is_cosine: Whether the host scales queries and keys to unit length.
         has_rope: Whether the host rotates queries and keys.
         has_position_bias: Whether the host adds a (relative) position bias to the scores.
         soft_cap: The host's own tanh cap on scores, or None.
-        has_sink: Whether the host already has a learned sink.
+        sink_score: The host's learned sink ``[H]``, or None.
+        window_size: Width of a sliding window in tokens, (height, width) of an image window, or
+            None.
+        has_gate: Whether the host gates the attention output.
+        output_norm: The host's own norm on the attention output before ``o``, or None.
+        dropout_p: Probability of dropping an attention weight in training, as built.
+        tied_with: Names of other sites that share a parameter with this one.
+        num_kv_heads: Hkv, from the stored weights.
+        head_dim: D, likewise.
+        v_head_dim: Width of a value head; D almost always.
+        embed_dim: E, width of the query side's input.
+        kv_embed_dim: Width of the key side's input; E unless the kind is "cross".
     """
 
     name: str
     module: nn.Module
-    layer_idx: int
-    embed_dim: int
+    layout: Layout
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     scale: float
-    is_causal: bool = False
+    head_scale: Callable[[], Tensor] | None = None
+    layer_idx: int = 0
     kind: str = "self"
-    kv_embed_dim: int | None = None
+    is_causal: bool = False
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
+    norm_spans_heads: bool = False
+    is_cosine: bool = False
     has_rope: bool = False
     has_position_bias: bool = False
     soft_cap: float | None = None
-    has_sink: bool = False
+    sink_score: nn.Parameter | None = None
+    window_size: int | tuple[int, int] | None = None
+    has_gate: bool = False
+    output_norm: nn.Module | None = None
+    dropout_p: float = 0.0
+    tied_with: tuple[str, ...] = ()
+    num_kv_heads: int = field(init=False)
+    head_dim: int = field(init=False)
+    v_head_dim: int = field(init=False)
+    embed_dim: int = field(init=False)
+    kv_embed_dim: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        require_known("kind of attention site", self.kind, KINDS)
+        q_width, self.embed_dim = self.layout.q.weight.shape
+        k_width, self.kv_embed_dim = self.layout.k.weight.shape
+        v_width, v_embed_dim = self.layout.v.weight.shape
+        sizes = f"q {q_width}, k {k_width}, v {v_width} outputs, num_heads={self.num_heads}"
+        where = f"{self.name} ({type(self.module).__name__})"
+        require(
+            self.num_heads > 0 and q_width % self.num_heads == 0,
+            f"num_heads must divide the outputs of q at {where}",
+            sizes,
+        )
+        self.head_dim = q_width // self.num_heads
+        self.num_kv_heads = k_width // self.head_dim
+        fits = self.num_kv_heads > 0 and k_width == self.num_kv_heads * self.head_dim
+        require(
+            fits and v_width % self.num_kv_heads == 0 and self.num_heads % self.num_kv_heads == 0,
+            f"q, k and v must hold whole heads, num_kv_heads dividing num_heads, at {where}",
+            sizes,
+        )
+        self.v_head_dim = v_width // self.num_kv_heads
+        if self.layout.o is not None:
+            o_inputs = self.layout.o.weight.shape[1]
+            require(
+                o_inputs == self.num_heads * self.v_head_dim,
+                f"the output projection must read all heads at {where}",
+                f"{o_inputs} inputs of o, {self.num_heads} heads of width {self.v_head_dim}",
+            )
+
+    @property
+    def has_sink(self) -> bool:
+        """Whether the host already has a learned sink."""
+        return self.sink_score is not None
 
     def read(self) -> ProjectionWeights:
         """Return copies of the weights in the one logical layout, in the host's dtype and device.
 
         Returns:
             The weights; changing them does not change the host.
-
-        Raises:
-            NotImplementedError: The subclass does not say how its weights are stored.
         """
-        raise NotImplementedError(f"{type(self).__name__}.read says how the weights are stored")
+        return self.layout.read()
 
     def write(self, weights: ProjectionWeights) -> None:
         """Write weights in the logical layout back into the host, in place.
 
+        The parameters stay the same objects, with their dtype, device and ``requires_grad``.
+        All of them are written or, when one does not fit, none.
+
         Args:
             weights: As ``read`` returns them; a bias the host does not have must be None.
-
-        Raises:
-            NotImplementedError: The subclass does not say how its weights are stored.
         """
-        raise NotImplementedError(f"{type(self).__name__}.write says how the weights are stored")
+        self.layout.write(weights)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that ``write`` would change.
-
-        Raises:
-            NotImplementedError: The subclass does not say how its weights are stored.
-        """
-        raise NotImplementedError(f"{type(self).__name__}.parameters names what write changes")
+        """Yield the parameters that ``write`` would change, each once."""
+        return self.layout.parameters()
 
 
 @torch.no_grad()

@@ -7,10 +7,20 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from levelhead.parts.base import AttentionShape, Part
-from levelhead.parts.projections import WHICH
+from levelhead.parts.base import AttentionShape
+from levelhead.parts.normalisers import Softmax
+from levelhead.parts.outputs import Gate, Precondition
+from levelhead.parts.projections import WHICH, Projections
+from levelhead.parts.scores import DotProduct, SoftCap
+from levelhead.parts.weights import Affine
 from levelhead.reference import Call, attend_plainly, plain_weights, repeat_heads
-from levelhead.shapes import check_attention_inputs, require, require_divides
+from levelhead.shapes import (
+    check_attention_inputs,
+    complaint,
+    describe,
+    require,
+    require_divides,
+)
 from levelhead.stages.chunks import map_query_blocks
 from levelhead.stages.masks import real_queries, resolve_mask
 from levelhead.variants import Variant, make_parts, parse_variant
@@ -52,6 +62,13 @@ class InnerAttention(nn.Module):
         ValueError: An illegal variant or sizes that do not fit.
     """
 
+    norm: DotProduct
+    cap: SoftCap | None
+    normaliser: Softmax
+    weights: Affine | None
+    precondition: Precondition | None
+    gate: Gate | None
+
     def __init__(
         self,
         variant: str | Variant = "softmax",
@@ -83,7 +100,7 @@ class InnerAttention(nn.Module):
         cls,
         variant: Variant,
         shape: AttentionShape,
-        parts: dict[str, Part],
+        parts: dict[str, Any],
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> "InnerAttention":
@@ -108,7 +125,7 @@ class InnerAttention(nn.Module):
         self,
         variant: Variant,
         shape: AttentionShape,
-        parts: dict[str, Part],
+        parts: dict[str, Any],
         scale: float | None,
         dropout_p: float,
     ) -> None:
@@ -122,7 +139,7 @@ class InnerAttention(nn.Module):
     def extra_repr(self) -> str:
         return f"variant={str(self.variant)!r}, scale={self.norm.score_scale(self.scale):.6g}"
 
-    def outputs(self) -> Iterator[Part]:
+    def outputs(self) -> Iterator[Precondition | Gate]:
         """Yield the parts of the output stage, in their order."""
         for part in (self.precondition, self.gate):
             if part is not None:
@@ -193,43 +210,35 @@ class InnerAttention(nn.Module):
         """
         check_attention_inputs(query, key, value)
         shape = self.shape
-        require(
-            query.shape[1] == shape.num_heads and query.shape[3] == shape.head_dim,
-            "query must have the heads and head_dim this attention was built for",
-            f"query of shape {list(query.shape)}",
-            f"[B, {shape.num_heads}, T, {shape.head_dim}]",
-        )
+        if query.shape[1] != shape.num_heads or query.shape[3] != shape.head_dim:
+            raise ValueError(
+                complaint(
+                    "query must have the heads and head_dim this attention was built for",
+                    f"query of shape {list(query.shape)}",
+                    f"[B, {shape.num_heads}, T, {shape.head_dim}]",
+                )
+            )
         if self.variant.needs_hidden_states:
             self._check_hidden_states(query, hidden_states)
         if token_mask is not None:
-            fits = token_mask.dtype == torch.bool and token_mask.shape[-1] == query.shape[2]
-            require(
-                fits and token_mask.ndim == 2 and token_mask.shape[0] in (1, query.shape[0]),
-                "token_mask must be boolean [B, T]",
-                f"token_mask of shape {list(token_mask.shape)} and {token_mask.dtype}",
-            )
+            _check_token_mask(token_mask, query)
         mask = resolve_mask(query, key, attn_mask, attn_bias, is_causal)
         if token_mask is None and self.weights is not None and self.training:
             token_mask = real_queries(mask)
-        scale = self.norm.score_scale(self.scale if scale is None else scale)
-        return Call(mask, scale, token_mask, self.dropout_p if self.training else 0.0)
+        factor = self.norm.score_scale(self.scale if scale is None else scale)
+        return Call(mask, factor, token_mask, self.dropout_p if self.training else 0.0)
 
     def _check_hidden_states(self, query: Tensor, hidden_states: Tensor | None) -> None:
         batch, _, num_queries, _ = query.shape
-        valid = f"a float tensor [{batch}, {num_queries}, {self.shape.embed_dim}]"
-        require(
-            hidden_states is not None,
-            f"{self.variant} reads hidden_states, the input of the attention",
-            "hidden_states=None",
-            valid,
-        )
-        assert hidden_states is not None
-        require(
-            tuple(hidden_states.shape) == (batch, num_queries, self.shape.embed_dim),
-            "hidden_states must fit the queries",
-            f"hidden_states of shape {list(hidden_states.shape)}",
-            valid,
-        )
+        width = self.shape.embed_dim
+        if hidden_states is None or hidden_states.shape != (batch, num_queries, width):
+            raise ValueError(
+                complaint(
+                    f"{self.variant} reads hidden_states, the input of the attention",
+                    f"hidden_states={describe(hidden_states)}",
+                    f"a float tensor [{batch}, {num_queries}, {width}]",
+                )
+            )
 
     def attend(
         self,
@@ -258,6 +267,7 @@ class InnerAttention(nn.Module):
         else:
             attn_output = self._attend_in_blocks(query, key, value, call)
         if self.weights is not None:
+            assert hidden_states is not None
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
             attn_output = self.weights.fused(attn_output, value, call.mask, *coefficients)
         for part in self.outputs():
@@ -306,6 +316,8 @@ class Attention(nn.Module):
     Raises:
         ValueError: An illegal variant or sizes that do not fit.
     """
+
+    projections: Projections
 
     def __init__(
         self,
@@ -435,11 +447,9 @@ class Attention(nn.Module):
         return self._merge(self.inner.attend(query, key, value, hidden_states, call))
 
     def _check_input(self, name: str, tensor: Tensor, width: int) -> None:
-        require(
-            tensor.ndim == 3 and tensor.shape[-1] == width,
-            f"{name} must be [B, T, {width}]",
-            f"{name} of shape {list(tensor.shape)}",
-        )
+        if tensor.ndim != 3 or tensor.shape[-1] != width:
+            rule = f"{name} must be [B, T, {width}]"
+            raise ValueError(complaint(rule, f"{name}={describe(tensor)}"))
 
     def _merge(self, attn_output: Float[Tensor, "B H T D"]) -> Float[Tensor, "B T E"]:
         return self.o_proj(attn_output.transpose(1, 2).flatten(2))
@@ -486,6 +496,14 @@ def check_sizes(
     return AttentionShape(
         embed_dim, num_heads, num_kv_heads, head_dim, bias, kv_embed_dim, factory
     )
+
+
+def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:
+    batch, _, num_queries, _ = query.shape
+    fits = token_mask.ndim == 2 and token_mask.shape[1] == num_queries
+    if token_mask.dtype != torch.bool or not fits or token_mask.shape[0] not in (1, batch):
+        rule = f"token_mask must be boolean [B, T] = [{batch}, {num_queries}]"
+        raise ValueError(complaint(rule, f"token_mask={describe(token_mask)}"))
 
 
 def _autocast(*tensors: Tensor) -> list[Tensor]:

@@ -26,6 +26,23 @@ AttnMask = Bool[Tensor, "#B #H #T #S"]
 AttnBias = Float[Tensor, "#B #H #T #S"]
 
 
+def complaint(must: str, came: str, valid: str = "") -> str:
+    """Return the library's one form of complaint.
+
+    On a path that is compiled write ``if not ...: raise ValueError(complaint(...))``: a size in
+    a message that is built would tie the compiled graph to that size.
+
+    Args:
+        must: The rule, as a sentence without a full stop.
+        came: What came instead, as ``name=value`` pairs.
+        valid: What would be accepted; left out where the rule already says it.
+
+    Returns:
+        One line.
+    """
+    return f"{must}, got {came}" + (f"; valid: {valid}" if valid else "")
+
+
 def require(condition: bool, must: str, came: str, valid: str = "") -> None:
     """Raise the library's one form of complaint when ``condition`` is false.
 
@@ -39,7 +56,7 @@ def require(condition: bool, must: str, came: str, valid: str = "") -> None:
         ValueError: ``condition`` is false.
     """
     if not condition:
-        raise ValueError(f"{must}, got {came}" + (f"; valid: {valid}" if valid else ""))
+        raise ValueError(complaint(must, came, valid))
 
 
 def require_known(kind: str, name: str, known: Iterable[str]) -> None:
@@ -106,24 +123,29 @@ def check_attention_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: A rank, dtype, batch, head count, key count or head_dim that does not fit.
     """
-    require_float(query=query, key=key, value=value)
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
-    require(
-        query.ndim == key.ndim == value.ndim == 4,
-        "query, key and value must have four axes [B, H, T, D]",
-        shapes,
-    )
-    require(query.shape[0] == key.shape[0] == value.shape[0], "batch sizes must agree", shapes)
-    require(
-        key.shape[1:3] == value.shape[1:3], "key and value must share heads and length", shapes
-    )
-    require(query.shape[3] == key.shape[3], "query and key must share head_dim", shapes)
-    require_divides("num_kv_heads", key.shape[1], "num_heads", query.shape[1])
-    require(
-        query.dtype == key.dtype == value.dtype,
-        "dtypes must agree",
-        f"query {query.dtype}, key {key.dtype}, value {value.dtype}",
-    )
+    problem = _attention_problem(query, key, value)
+    if problem:
+        shapes = (
+            f"query {list(query.shape)} {query.dtype}, key {list(key.shape)} {key.dtype}, "
+            f"value {list(value.shape)} {value.dtype}"
+        )
+        raise ValueError(complaint(problem, shapes))
+
+
+def _attention_problem(query: Tensor, key: Tensor, value: Tensor) -> str:
+    if not (query.dtype == key.dtype == value.dtype and query.is_floating_point()):
+        return "query, key and value must share one floating-point dtype"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return "query, key and value must have four axes [B, H, T, D]"
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return "query, key and value must share the batch size"
+    if key.shape[1] != value.shape[1] or key.shape[2] != value.shape[2]:
+        return "key and value must share heads and length"
+    if query.shape[3] != key.shape[3]:
+        return "query and key must share head_dim"
+    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        return "the key heads must divide the query heads"
+    return ""
 
 
 def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:

@@ -88,8 +88,9 @@ def track_steps(model: nn.Module) -> nn.Module:
     A step is one training forward of ``model``: give the outermost module you call, before
     ``torch.compile``, DDP or FSDP wrap it. ``levelhead.convert`` and the models of levelhead
     have done it already. Calling it again, or on a part or a parent later, is safe: the last
-    call wins within ``model``. Running means are reduced over ranks once per step, in one sum for all
-    layers, at the end of the root's forward; within the step a layer uses its own rank's mean.
+    call wins within ``model``. Running means are reduced over ranks once per step, in one sum for
+    all layers, at the end of the root's forward; within the step a layer uses its own rank's
+    mean, which starts from the reduced mean of the step before.
 
     Known limit: eager checkpointing with two forwards of ``model`` before the first backward
     recomputes the first with the state of the second.

@@ -310,7 +310,7 @@ def _refuse_cancelled_sink(taken: Mapping[str, Term]) -> None:
         )
 
 
-def make_parts(variant: Variant, shape: AttentionShape) -> dict[str, Part]:
+def make_parts(variant: Variant, shape: AttentionShape) -> dict[str, Any]:
     """Build the parts of a variant, one per slot that is not left out.
 
     Args:
@@ -320,7 +320,7 @@ def make_parts(variant: Variant, shape: AttentionShape) -> dict[str, Part]:
     Returns:
         Slot to part; the slots "projections", "norm" and "normaliser" are always there.
     """
-    parts: dict[str, Part] = {
+    parts: dict[str, Any] = {
         "projections": Projections(), "norm": DotProduct(), "normaliser": Softmax()
     }  # fmt: skip
     for term in variant.terms:

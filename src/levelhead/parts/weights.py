@@ -18,6 +18,11 @@ RHO = 0.9
 class Affine(StepState, Part):
     """Weights times alpha(x) plus beta(x), whose running mean moves once per step."""
 
+    alpha_mean: Tensor
+    alpha_mean_before: Tensor
+    num_steps: Tensor
+    num_steps_before: Tensor
+
     def __init__(
         self,
         shape: AttentionShape,
@@ -63,7 +68,8 @@ class Affine(StepState, Part):
     ) -> tuple[Float[Tensor, "B H T 1"], Float[Tensor, "#H 1 1"]]:
         """Return alpha and its running mean, which a training forward moves.
 
-            alpha = phi(hidden_states @ W_a),  mean = rho * mean_before + (1 - rho) * average(alpha)
+            alpha = phi(hidden_states @ W_a)
+            mean = rho * mean_before + (1 - rho) * average(alpha)
 
         Args:
             hidden_states: The input of the attention, query side.

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from levelhead.shapes import at_least_float32, describe, require
+from levelhead.shapes import at_least_float32, complaint, describe, require
 
 
 @dataclass(frozen=True)
@@ -216,20 +216,24 @@ def resolve_mask(
     if is_causal:
         _require_no_more_queries(sizes[2], sizes[3])
     if attn_mask is not None:
-        require(
-            isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.bool,
-            "attn_mask must be boolean with True = may attend",
-            f"attn_mask={describe(attn_mask)}",
-            "a bool tensor; a float mask that is added to the scores goes to attn_bias",
-        )
+        if not isinstance(attn_mask, Tensor) or attn_mask.dtype != torch.bool:
+            raise ValueError(
+                complaint(
+                    "attn_mask must be boolean with True = may attend",
+                    f"attn_mask={describe(attn_mask)}",
+                    "a bool tensor; a float mask that is added to the scores goes to attn_bias",
+                )
+            )
         attn_mask = _four_axes("attn_mask", attn_mask, sizes)
     if attn_bias is not None:
-        require(
-            isinstance(attn_bias, Tensor) and attn_bias.is_floating_point(),
-            "attn_bias must be a float tensor that is added to the scores",
-            f"attn_bias={describe(attn_bias)}",
-            "a float tensor; a boolean mask goes to attn_mask",
-        )
+        if not isinstance(attn_bias, Tensor) or not attn_bias.is_floating_point():
+            raise ValueError(
+                complaint(
+                    "attn_bias must be a float tensor that is added to the scores",
+                    f"attn_bias={describe(attn_bias)}",
+                    "a float tensor; a boolean mask goes to attn_mask",
+                )
+            )
         attn_bias = _four_axes("attn_bias", attn_bias, sizes)
         _require_no_nan(attn_bias)
         lowest = torch.finfo(attn_bias.dtype).min / 2
@@ -238,36 +242,38 @@ def resolve_mask(
 
 
 def _require_no_more_queries(num_queries: int, num_keys: int) -> None:
-    require(
-        num_queries <= num_keys,
-        "is_causal aligns the last query with the last key, so queries may not outnumber keys",
-        f"T={num_queries}, S={num_keys}",
-    )
+    if num_queries > num_keys:
+        rule = (
+            "is_causal aligns the last query with the last key, so queries may not outnumber keys"
+        )
+        raise ValueError(complaint(rule, f"T={num_queries}, S={num_keys}"))
 
 
 def _four_axes(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
-    shape = tensor.shape
     fits = tensor.ndim in (2, 4) and all(
-        have in (1, want) for have, want in zip(reversed(shape), reversed(sizes), strict=False)
+        have == want or have == 1
+        for have, want in zip(reversed(tensor.shape), reversed(sizes), strict=False)
     )
-    require(
-        fits,
-        f"{name} must be broadcastable to [B, H, T, S] = {list(sizes)}",
-        f"{name} of shape {list(shape)}",
-        f"[T, S] or four axes, each of size 1 or full; "
-        f"a padding mask [B, S] is passed as {name}[:, None, None, :]",
-    )
+    if not fits:
+        raise ValueError(
+            complaint(
+                f"{name} must be broadcastable to [B, H, T, S] = {list(sizes)}",
+                f"{name} of shape {list(tensor.shape)}",
+                f"[T, S] or four axes, each of size 1 or full; "
+                f"a padding mask [B, S] is passed as {name}[:, None, None, :]",
+            )
+        )
     return tensor if tensor.ndim == 4 else tensor[None, None]
 
 
 def _require_no_nan(attn_bias: Tensor) -> None:
     if torch.compiler.is_compiling() or attn_bias.device.type != "cpu" or not attn_bias.numel():
         return
-    largest = attn_bias.detach().amax()  # NaN wins a maximum, and no T x S copy is made
+    largest = attn_bias.detach().amax().item()  # NaN wins a maximum; no T x S copy is made
     require(
-        bool(largest < torch.inf),
+        largest < torch.inf,
         "attn_bias may hold finite numbers and -inf",
-        f"a maximum of {largest.item()}",
+        f"a maximum of {largest}",
     )
 
 

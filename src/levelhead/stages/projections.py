@@ -1,4 +1,4 @@
-"""Projections: corrections to ``hidden_states @ W`` that leave W, its gradient and its key alone."""
+"""Projections: corrections to ``hidden_states @ W`` that leave W and its key alone."""
 
 import torch
 import torch.nn.functional as F

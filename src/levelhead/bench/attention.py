@@ -1,0 +1,261 @@
+"""Every variant against plain SDPA: time and memory, in one process, alternating."""
+
+import argparse
+import importlib.util
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from levelhead.attention import InnerAttention
+from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
+from levelhead.steps import track_steps
+from levelhead.variants import VARIANTS
+
+BATCH, NUM_HEADS, HEAD_DIM = 2, 12, 64
+MEMORY_TOKENS = 8192
+OPTIONS = {"soft_cap": "soft_cap(cap=50.0)"}
+
+
+def inner_variants() -> list[str]:
+    """Return a variant string for every term an inner attention can take."""
+    names = [name for name, info in VARIANTS.items() if info.stage != "projections"]
+    return [OPTIONS.get(name, name) for name in names]
+
+
+class Case:
+    """The same tensors for every variant: inputs, and a gradient for the output."""
+
+    def __init__(self, num_tokens: int, batch: int, device: str, dtype: torch.dtype):
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch, NUM_HEADS, num_tokens, HEAD_DIM)
+        draw = lambda *size: torch.randn(*size, generator=generator).to(device, dtype)  # noqa: E731
+        self.qkv = [draw(*shape).requires_grad_() for _ in range(3)]
+        self.grad = draw(*shape)
+        self.hidden_states = draw(batch, num_tokens, NUM_HEADS * HEAD_DIM)
+
+    def step(self, attend: Callable[..., Tensor], backward: bool) -> Callable[[], None]:
+        """Return one forward (and backward) as a call without arguments."""
+
+        def run() -> None:
+            for tensor in self.qkv:
+                tensor.grad = None
+            with torch.set_grad_enabled(backward):
+                attn_output = attend(*self.qkv)
+                if backward:
+                    attn_output.backward(self.grad)
+
+        return run
+
+
+def plain_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention as torch has it: the baseline."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def attend_with(variant: str, case: Case) -> Callable[..., Tensor]:
+    """Return causal attention of a variant.
+
+    The products of a method's own projections (alpha, gate) are left out, as the issue of time
+    is the attention: they are computed once before and timed by ``projection_ms``.
+    """
+    like = case.qkv[0]
+    inner = InnerAttention(
+        variant, embed_dim=NUM_HEADS * HEAD_DIM, num_heads=NUM_HEADS,
+        device=like.device, dtype=like.dtype,
+    )  # fmt: skip
+    track_steps(inner)
+    _precompute_projections(inner, case.hidden_states)
+    return lambda *qkv: inner(*qkv, case.hidden_states, is_causal=True)
+
+
+class _Precomputed(torch.nn.Module):
+    def __init__(self, linear: torch.nn.Linear, hidden_states: Tensor):
+        super().__init__()
+        self.projected = torch.nn.Parameter(linear(hidden_states).detach())
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.projected
+
+
+def _precompute_projections(inner: InnerAttention, hidden_states: Tensor) -> None:
+    for part in (inner.weights, inner.gate):
+        for name, child in list(part.named_children()) if part is not None else []:
+            if isinstance(child, torch.nn.Linear):
+                setattr(part, name, _Precomputed(child, hidden_states))
+
+
+def projection_calls(case: Case) -> dict[str, Callable[[], None]]:
+    """Return the projections of affine and gate by themselves, forward and backward."""
+    width = NUM_HEADS * HEAD_DIM
+    sizes = {"affine": NUM_HEADS, "gate": width, "gate(granularity='headwise')": NUM_HEADS}
+    calls = {}
+    for name, rows in sizes.items():
+        linear = torch.nn.Linear(width, rows, bias=False).to(case.grad)
+        hidden_states = case.hidden_states.clone().requires_grad_()
+        calls[name] = lambda linear=linear, x=hidden_states: linear(x).sum().backward()
+    return calls
+
+
+def peers(case: Case) -> dict[str, Callable[..., Tensor]]:
+    """Return the same variants in x-transformers, where it is installed."""
+    if importlib.util.find_spec("x_transformers") is None:
+        return {}
+    from x_transformers.attend import Attend
+
+    def attend(**options: Any) -> Callable[..., Tensor]:
+        module = Attend(causal=True, heads=NUM_HEADS, **options).to(case.grad)
+        return lambda q, k, v: module(q, k, v)[0]
+
+    def qk_norm(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key = (F.normalize(x, dim=-1) for x in (query, key))
+        return normed(query, key, value)
+
+    plain = attend(flash=True)
+    normed = attend(flash=True, scale=HEAD_DIM**0.5)
+    gate = torch.nn.Parameter(torch.randn_like(case.grad))
+    return {
+        "qknorm_hs": qk_norm,
+        "gate": lambda q, k, v: plain(q, k, v) * gate.sigmoid(),
+        **_sink_peers(attend),
+    }
+
+
+def _sink_peers(attend: Callable[..., Any]) -> dict[str, Callable[..., Tensor]]:
+    import inspect
+
+    from x_transformers.attend import Attend
+
+    known = inspect.signature(Attend.__init__).parameters
+    found = {}
+    if "softclamp_logits" in known:
+        found[OPTIONS["soft_cap"]] = attend(softclamp_logits=True, logit_softclamp_value=50.0)
+    if "head_learned_sink" in known:
+        found["sink"] = attend(head_learned_sink=True)
+    if "add_zero_kv" in known:
+        found["off_by_one"] = attend(add_zero_kv=True, flash=True)
+    return found
+
+
+def measure_times(num_tokens: int, repeats: int, device: str, dtype: torch.dtype) -> dict:
+    """Time all variants, and their peers, at one length.
+
+    Returns:
+        Ratios to plain SDPA, forward alone and forward with backward; times of the projections;
+        ratios to x-transformers.
+    """
+    case = Case(num_tokens, BATCH, device, dtype)
+    calls = {"sdpa": plain_sdpa} | {v: attend_with(v, case) for v in inner_variants()}
+    others = {f"x-transformers {name}": call for name, call in peers(case).items()}
+    result: dict[str, Any] = {"tokens": num_tokens}
+    for name, backward in (("forward", False), ("forward_backward", True)):
+        steps = {n: case.step(call, backward) for n, call in (calls | others).items()}
+        times = compare_times(steps, repeats)
+        result[name] = ratios(times, "sdpa")
+        result[f"{name}_over_x_transformers"] = {
+            variant: ratios(times, peer)[variant]["ratio"]
+            for variant in calls
+            if (peer := f"x-transformers {variant}") in times
+        }
+    projections = compare_times(projection_calls(case), repeats)
+    base = result["forward_backward"]["sdpa"]["median_s"]
+    result["projection_over_sdpa"] = {
+        name: sorted(seconds)[len(seconds) // 2] / base for name, seconds in projections.items()
+    }
+    return result
+
+
+def measure_memory(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str, dict]:
+    """Measure the peak memory of a training step of every variant, beyond that of plain SDPA.
+
+    Returns:
+        Extra bytes, and as a share of one T x S float32 matrix per head.
+    """
+    case = Case(num_tokens, 1, device, dtype)
+    calls = {"sdpa": plain_sdpa} | {v: attend_with(v, case) for v in inner_variants()}
+    peaks = {n: peak_extra_bytes(case.step(call, True), device) for n, call in calls.items()}
+    matrix = NUM_HEADS * num_tokens**2 * torch.finfo(torch.float32).bits // 8
+    return {
+        name: {"extra_mib": (peak - peaks["sdpa"]) / 2**20,
+               "share_of_scores": (peak - peaks["sdpa"]) / matrix}
+        for name, peak in peaks.items()
+    }  # fmt: skip
+
+
+def run(tokens: list[int], repeats: int, memory_tokens: int, device: str, dtype: str) -> dict:
+    """Run the whole benchmark.
+
+    Returns:
+        One JSON-able record, the machine included.
+    """
+    torch_dtype = getattr(torch, dtype)
+    return {
+        "benchmark": "attention",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "machine": platform.machine(),
+        "dtype": dtype,
+        "batch": BATCH,
+        "heads": NUM_HEADS,
+        "head_dim": HEAD_DIM,
+        "causal": True,
+        "repeats": repeats,
+        "times": [measure_times(n, repeats, device, torch_dtype) for n in tokens],
+        "memory_tokens": memory_tokens,
+        "memory": measure_memory(memory_tokens, device, torch_dtype) if memory_tokens else {},
+    }
+
+
+def table(record: dict) -> str:
+    """Return the record as text: a line per variant."""
+    lines = []
+    for times in record["times"]:
+        lines.append(f"{times['tokens']} tokens: time over plain SDPA (forward, with backward)")
+        for name, row in times["forward_backward"].items():
+            peer = times["forward_backward_over_x_transformers"].get(name)
+            tail = f"   over x-transformers {peer:.2f}" if peer else ""
+            forward = times["forward"][name]["ratio"]
+            lines.append(f"  {name:34s} {forward:5.2f} {row['ratio']:5.2f}{tail}")
+        for name, share in times["projection_over_sdpa"].items():
+            lines.append(f"  projection of {name:20s}       {share:5.2f}")
+    if record["memory"]:
+        lines.append(f"{record['memory_tokens']} tokens: extra memory, share of T x S per head")
+        for name, row in record["memory"].items():
+            lines.append(f"  {name:34s} {row['share_of_scores']:7.2%}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark from the command line.
+
+    Args:
+        argv: Arguments; those of the process by default.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(prog="levelhead bench attention", description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--memory-tokens", type=int, default=MEMORY_TOKENS, help="0 to leave out")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
+    chosen = parser.parse_args(argv)
+    record = run(
+        chosen.tokens, chosen.repeats, chosen.memory_tokens, chosen.device, chosen.dtype
+    )
+    text = json.dumps(record, indent=2)
+    print(text if chosen.json else table(record))
+    if chosen.out is not None:
+        temporary = chosen.out.with_suffix(".tmp")
+        temporary.write_text(text + "\n")
+        temporary.replace(chosen.out)
+    return 0

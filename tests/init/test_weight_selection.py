@@ -73,7 +73,7 @@ def state(width, layers, classes=10):
 
 def test_whole_model_leaves_the_classifier_and_integers_out():
     student, teacher = state(6, 2), state(9, 4, classes=3)
-    selected = select_weights(student, teacher)
+    selected = select_weights(student, teacher=teacher)
     assert sorted(selected) == ["blocks.0.qkv.weight", "blocks.1.qkv.weight"]
     rows, columns = selected_indices(27, 18), selected_indices(9, 6)
     expected = teacher["blocks.1.qkv.weight"][rows][:, columns]
@@ -82,10 +82,10 @@ def test_whole_model_leaves_the_classifier_and_integers_out():
 
 def test_teachers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="blocks.0.qkv.weight: every dimension of the student"):
-        select_weights(state(9, 2), state(6, 2))
+        select_weights(state(9, 2), teacher=state(6, 2))
     with pytest.raises(ValueError, match=r"1 without, first \['blocks.2.qkv.weight"):
-        select_weights(state(6, 3), state(9, 2))
+        select_weights(state(6, 3), teacher=state(9, 2))
     with pytest.raises(ValueError, match="unknown layers 'last'; known: first, uniform"):
-        select_weights(state(6, 2), state(9, 2), layers="last")
+        select_weights(state(6, 2), teacher=state(9, 2), layers="last")
     with pytest.raises(ValueError, match="as many dimensions"):
         select_weight(torch.zeros(3, 3), (3,))

@@ -1,5 +1,6 @@
 """What an initialiser promises, measured on the matrices it made."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -102,3 +103,52 @@ def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D E"]) -
     others = left.shape[0] * left.shape[1] * right.shape[2] - diagonal.numel()
     rest = (squares - diagonal.square().sum()).clamp_min(0)
     return ProductFacts(float(diagonal.mean()), float((rest / max(others, 1)).sqrt()))
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What the projections of one attention look like.
+
+    Attributes:
+        matrices: By name, "q", "k", "v", "o".
+        products: By name, "q k^T" (per head) and "v o" (over the layer); empty unless asked for.
+    """
+
+    matrices: dict[str, HeadFacts]
+    products: dict[str, ProductFacts]
+
+
+def attention_facts(
+    weights: Mapping[str, Tensor], num_heads: int, num_kv_heads: int, *, products: bool
+) -> AttentionFacts:
+    """Measure the projections of one attention.
+
+    Args:
+        weights: Some of "q" ``[E, H D]``, "k" and "v" ``[Ekv, Hkv D]``, "o" ``[H D, E]``.
+        num_heads: H.
+        num_kv_heads: Hkv.
+        products: Whether to measure the products too, where both factors are there.
+
+    Returns:
+        The facts; the output projection is cut into heads along its rows.
+    """
+    heads = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads, "o": num_heads}
+    columns = {name: w.mT if name == "o" else w for name, w in weights.items()}
+    matrices = {name: head_facts(w, heads[name]) for name, w in columns.items()}
+    found: dict[str, ProductFacts] = {}
+    if products and {"q", "k"} <= weights.keys():
+        found["q k^T"] = _query_key_facts(weights["q"], weights["k"], num_heads, num_kv_heads)
+    if products and {"v", "o"} <= weights.keys():
+        found["v o"] = _value_output_facts(weights["v"], weights["o"], num_heads, num_kv_heads)
+    return AttentionFacts(matrices, found)
+
+
+def _query_key_facts(q: Tensor, k: Tensor, num_heads: int, num_kv_heads: int) -> ProductFacts:
+    key = split_heads(k, num_kv_heads).repeat_interleave(num_heads // num_kv_heads, dim=0)
+    return product_facts(split_heads(q, num_heads), key.mT)
+
+
+def _value_output_facts(v: Tensor, o: Tensor, num_heads: int, num_kv_heads: int) -> ProductFacts:
+    """The layer's map under equal attention: each value head meets the sum of its group's rows."""
+    group_sums = o.unflatten(0, (num_kv_heads, num_heads // num_kv_heads, -1)).sum(1)
+    return product_facts(v.unsqueeze(0), group_sums.flatten(0, 1).unsqueeze(0))

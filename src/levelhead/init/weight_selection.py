@@ -141,7 +141,7 @@ def teacher_names(
 
 @torch.no_grad()
 def select_weights(
-    student: Mapping[str, Tensor], teacher: Mapping[str, Tensor], *, layers: str = "first"
+    student: Mapping[str, Tensor], *, teacher: Mapping[str, Tensor], layers: str = "first"
 ) -> dict[str, Tensor]:
     """Select every floating-point tensor of a student from a larger teacher of the same family.
 

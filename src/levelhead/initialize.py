@@ -1,0 +1,265 @@
+"""Initialise the attention of a whole model, and say what came of it."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from levelhead.init.blocks import require_data
+from levelhead.init.promises import AttentionFacts, attention_facts
+from levelhead.init.report import InitReport, MatrixRow, ProductRow, matrix_rows, product_rows
+from levelhead.init.table import INITIALIZERS, MATRICES, HostProjections, InitializerInfo
+from levelhead.shapes import require, require_float, require_known
+from levelhead.sharding import distribute_like, whole_parameters
+from levelhead.sites.find import find_attention
+from levelhead.sites.layout import ProjectionWeights
+from levelhead.sites.sites import AttentionSite, copy_into
+from levelhead.terms import Term, parse_terms
+
+Rows = tuple[list[MatrixRow], list[ProductRow], list[str]]
+
+
+@torch.no_grad()
+def initialize_(
+    model: nn.Module,
+    initializer: str = "conditioned",
+    *,
+    generator: torch.Generator | None = None,
+    include_frozen: bool = False,
+    **options: Any,
+) -> InitReport:
+    """Initialise the attention of a model in place.
+
+    Everything is checked before anything is changed. Matrices are drawn in one order and dtype in
+    the logical layout, computed in float32 or wider and cast once, so one seed gives the same
+    matrices in every layout, dtype and device. Call it once the weights exist: after
+    ``from_pretrained``, ``to_empty`` and every ``reset_parameters``. Sharded parameters are
+    gathered one attention at a time and end up as shards of one whole matrix, rank 0's. Weights
+    that several attentions share are initialised once.
+
+    Args:
+        model: Any model in which ``levelhead.find_attention`` finds attention.
+        initializer: A name of ``levelhead.initializers()`` with options, for example
+            ``"conditioned(value='per_head')"``.
+        generator: Random source; None uses torch's global one.
+        include_frozen: Also initialise weights with ``requires_grad=False``, which are otherwise
+            refused.
+        options: More options of the initialiser, for example ``teacher=`` (a model or its state
+            dict) of ``weight_selection``.
+
+    Returns:
+        One row per matrix: condition numbers, orthogonality and norms of the host's, the computed
+        and the stored matrix. Refused with a ``ValueError``: an unknown name or option, weights
+        that are frozen, shared in part, without data or not floating point, and a host the method
+        cannot serve.
+    """
+    term, info = _parse(initializer, options)
+    sites = find_attention(model)
+    job = Job(model, sites, info, dict(term.options), generator, include_frozen)
+    _check_sites(job)
+    matrices, products, notes = (_run_whole_model if info.whole_model else _run_sites)(job)
+    counted = (f"{n} attentions: {note}" for note, n in Counter(notes).items())
+    return InitReport(_shown(term), tuple(matrices), tuple(products), notes=tuple(counted))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of ``initialize_``: what is done to what."""
+
+    model: nn.Module
+    sites: Sequence[AttentionSite]
+    info: InitializerInfo
+    options: dict[str, Any]
+    generator: torch.Generator | None
+    include_frozen: bool
+
+
+def _run_sites(job: Job) -> Rows:
+    """Initialise one attention after the other; those that share their weights only once."""
+    matrices: list[MatrixRow] = []
+    products: list[ProductRow] = []
+    notes: list[str] = []
+    done: dict[frozenset[int], str] = {}
+    for site in job.sites:
+        weights = frozenset(map(id, _weights(job, site).values()))
+        if weights and weights in done:
+            tied = f"tied to {done[weights]}"
+            first = [row for row in matrices if row.site == done[weights]]
+            matrices += [replace(row, site=site.name, status=tied) for row in first]
+            continue
+        done[weights] = site.name
+        with whole_parameters(_owners(site)):
+            rows = _run_site(job, site)
+        matrices += rows[0]
+        products += rows[1]
+        notes += rows[2]
+    return matrices, products, notes
+
+
+def _run_site(job: Job, site: AttentionSite) -> Rows:
+    """Measure, compute, write, read back and measure again."""
+    weights = site.read()
+    before = _facts(job, site, _present(weights))
+    host = _host_projections(site, weights, job.generator)
+    fresh = job.info.compute(host, **job.options)
+    notes = job.info.notes(host, **job.options)
+    computed = _facts(job, site, fresh)
+    for name, values in fresh.items():
+        setattr(weights, f"{name}_weight", values.to(getattr(host, name).dtype))
+    del host
+    if fresh:
+        site.write(weights)
+    stored = _present(site.read())
+    _check_kept(site, _present(weights), stored)
+    dtypes = {name: _dtype(weight) for name, weight in stored.items()}
+    after = _facts(job, site, stored)
+    products = product_rows(site.name, before, computed, after)
+    return matrix_rows(site.name, dtypes, before, computed, after), products, notes
+
+
+def _run_whole_model(job: Job) -> Rows:
+    """Fill every tensor of the state dict that the initialiser returns."""
+    state = job.model.state_dict(keep_vars=True)
+    options = job.options | {"teacher": _state(job.options["teacher"])}
+    fresh = job.info.compute(state, **options)
+    _check_weights({name: state[name] for name in fresh}, job.include_frozen)
+    before = {site.name: _whole_facts(job, site) for site in job.sites}
+    for name, values in fresh.items():
+        copy_into(state[name], distribute_like(values, state[name]))
+    rows: list[MatrixRow] = []
+    for site in job.sites:
+        after = _whole_facts(job, site)
+        dtypes = {name: _dtype(weight) for name, weight in _weights(job, site).items()}
+        rows += matrix_rows(site.name, dtypes, before[site.name], after, after)
+    left = sorted(set(state) - set(fresh))
+    return rows, [], [f"left as the student made it: {', '.join(left)}"] if left else []
+
+
+def _whole_facts(job: Job, site: AttentionSite) -> AttentionFacts:
+    with whole_parameters(_owners(site)):
+        return _facts(job, site, _present(site.read()))
+
+
+def _facts(job: Job, site: AttentionSite, weights: Mapping[str, Tensor]) -> AttentionFacts:
+    heads = site.num_heads, site.num_kv_heads
+    return attention_facts(weights, *heads, products=job.info.promises_products)
+
+
+def _present(weights: ProjectionWeights) -> dict[str, Tensor]:
+    """Return the matrices that the host has, by their short names."""
+    named = {name: getattr(weights, f"{name}_weight") for name in MATRICES}
+    return {name: weight for name, weight in named.items() if weight is not None}
+
+
+def _host_projections(
+    site: AttentionSite, weights: ProjectionWeights, generator: torch.Generator | None
+) -> HostProjections:
+    return HostProjections(
+        q=weights.q_weight,
+        k=weights.k_weight,
+        v=weights.v_weight,
+        o=weights.o_weight,
+        num_heads=site.num_heads,
+        num_kv_heads=site.num_kv_heads,
+        generator=generator,
+        v_bias=weights.v_bias,
+    )
+
+
+def _weights(job: Job, site: AttentionSite) -> dict[str, nn.Parameter]:
+    """The parameters that hold the matrices the initialiser changes."""
+    stored = site.layout.stored()
+    places = {name: stored[f"{name}_weight"] for name in job.info.matrices}
+    return {name: place.parameter for name, place in places.items() if place is not None}
+
+
+def _owners(site: AttentionSite) -> list[nn.Module]:
+    """The modules that hold the projections; the output projection may lie outside the site's."""
+    return [place.owner for place in site.layout.stored().values() if place is not None]
+
+
+def _dtype(weight: Tensor) -> str:
+    return str(weight.dtype).removeprefix("torch.")
+
+
+def _state(teacher: Any) -> Mapping[str, Tensor]:
+    """Return the state dict of a model, or the mapping that came."""
+    if isinstance(teacher, nn.Module):
+        return teacher.state_dict()
+    require(
+        isinstance(teacher, Mapping) and all(isinstance(t, Tensor) for t in teacher.values()),
+        "teacher must be a model or its state dict",
+        f"teacher of type {type(teacher).__name__}",
+    )
+    return teacher
+
+
+def _parse(initializer: str, options: Mapping[str, Any]) -> tuple[Term, InitializerInfo]:
+    """Read the name and join the options written in it with those given beside it."""
+    terms = parse_terms(initializer)
+    require(len(terms) == 1, "an initializer is one name with options", repr(initializer))
+    require_known("initializer", terms[0].name, INITIALIZERS)
+    info = INITIALIZERS[terms[0].name]
+    twice = sorted(set(terms[0].options) & set(options))
+    require(not twice, "each option may be given once", f"{', '.join(twice)} twice")
+    term = Term(info.name, {**terms[0].options, **options})
+    for name in term.options:
+        known = ", ".join(info.options) or "no option"
+        require(name in info.options, f"{info.name} takes other options", name, known)
+    needed = [name for name, default in info.options.items() if default is Parameter.empty]
+    missing = [name for name in needed if name not in term.options]
+    require(not missing, f"{info.name} needs {', '.join(missing)}", str(term))
+    return term, info
+
+
+def _shown(term: Term) -> str:
+    """The name with those options that have a short written form."""
+    plain = (int, float, str, bool, type(None))
+    return str(Term(term.name, {k: v for k, v in term.options.items() if isinstance(v, plain)}))
+
+
+def _check_sites(job: Job) -> None:
+    """Refuse weights that cannot be initialised, before any is changed."""
+    owners: dict[int, tuple[str, frozenset[int]]] = {}
+    for site in job.sites:
+        weights = {f"{name} of {site.name}": w for name, w in _weights(job, site).items()}
+        _check_weights(weights, job.include_frozen)
+        mine = frozenset(map(id, weights.values()))
+        for other, theirs in {owners[key] for key in mine if key in owners}:
+            require(
+                mine == theirs,
+                "attentions must share all of their weights or none",
+                f"{site.name} and {other}, which share some",
+            )
+        owners.update(dict.fromkeys(mine, (site.name, mine)))
+
+
+def _check_weights(weights: Mapping[str, Tensor], include_frozen: bool) -> None:
+    for name, weight in weights.items():
+        require_float(**{name: weight})
+        require_data(name, weight)
+        require(
+            weight.requires_grad or include_frozen or not isinstance(weight, nn.Parameter),
+            "weights must be trainable to be initialised",
+            f"{name} with requires_grad=False",
+            "include_frozen=True, or unfreeze them first",
+        )
+
+
+def _check_kept(
+    site: AttentionSite, written: Mapping[str, Tensor], stored: Mapping[str, Tensor]
+) -> None:
+    """Refuse a host that does not hold what was written (two projections on one weight)."""
+    lost = [
+        name for name, weight in written.items()
+        if not torch.equal(weight.nan_to_num(), stored[name].nan_to_num())
+    ]  # fmt: skip
+    require(
+        not lost,
+        "a host must hold each projection apart from the others",
+        f"{site.name}, which did not keep {', '.join(lost)}",
+    )

@@ -1,0 +1,405 @@
+"""Initialising whole models: every layout, every dtype, every way a model comes to be."""
+
+import copy
+import math
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hosts import HOSTS, run
+from levelhead.attention import Attention
+from levelhead.init.blocks import split_heads
+from levelhead.init.table import INITIALIZERS, initializers
+from levelhead.initialize import initialize_
+from levelhead.sites.find import find_attention
+
+PER_SITE = [name for name, info in INITIALIZERS.items() if not info.whole_model]
+FRESH = [name for name in PER_SITE if name != "default"]
+
+
+def seeded(seed=3):
+    return torch.Generator().manual_seed(seed)
+
+
+def matrices(model):
+    return [site.read() for site in find_attention(model)]
+
+
+ALL = ("q", "k", "v", "o")
+
+
+def assert_same(first, second, names=ALL):
+    for one, other in zip(first, second, strict=True):
+        for name in names:
+            a, b = getattr(one, f"{name}_weight"), getattr(other, f"{name}_weight")
+            assert (a is None) == (b is None), name
+            assert a is None or torch.equal(a, b), name
+
+
+def worst_residual(weight, num_heads):
+    blocks = split_heads(weight.double(), num_heads)
+    return float((blocks.mT @ blocks - torch.eye(blocks.shape[2])).abs().max())
+
+
+# Layouts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_conditioned_keeps_its_promise_and_touches_nothing_else_on_every_host(name):
+    model = HOSTS[name].build()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    others = [(site.read().o_weight, site.read().q_bias) for site in find_attention(model)]
+    report = initialize_(model, "conditioned", generator=seeded())
+    sites = find_attention(model)
+    touched = {id(p) for site in sites for p in site.parameters()}
+    for key, value in model.state_dict(keep_vars=True).items():
+        assert id(value) in touched or torch.equal(value, before[key]), key
+    for site, (o_weight, q_bias) in zip(sites, others, strict=True):
+        weights = site.read()
+        assert worst_residual(weights.q_weight, site.num_heads) < 1e-6
+        assert worst_residual(weights.k_weight, site.num_kv_heads) < 1e-6
+        assert torch.equal(weights.v_weight, torch.eye(*weights.v_weight.shape))
+        assert o_weight is None or torch.equal(weights.o_weight, o_weight)
+        assert q_bias is None or torch.equal(weights.q_bias, q_bias)
+    assert {row.site for row in report.initialised} == {site.name for site in sites}
+    assert max(row.stored.kappa_max for row in report.initialised) < 1 + 1e-6
+    output = run(model, HOSTS[name].batch())
+    assert all(t.isfinite().all() for t in torch.utils._pytree.tree_leaves(output)
+               if isinstance(t, torch.Tensor))  # fmt: skip
+
+
+def layouts(width=56, heads=4):
+    """One self-attention in every way of storing it."""
+    small = {"vocab_size": 11, "num_hidden_layers": 1, "hidden_size": width,
+             "num_attention_heads": heads, "intermediate_size": 13}  # fmt: skip
+    gpt2 = transformers.GPT2Config(n_layer=1, n_embd=width, n_head=heads, vocab_size=11,
+                                   bos_token_id=1, eos_token_id=2)  # fmt: skip
+    timm = pytest.importorskip("timm")
+    return {
+        "levelhead, separate": Attention(width, heads),
+        "torch, one tensor of thirds": nn.MultiheadAttention(width, heads),
+        "timm, fused": timm.layers.attention.Attention(width, heads),
+        "transformers, separate": transformers.BertModel(
+            transformers.BertConfig(**small), add_pooling_layer=False
+        ),
+        "transformers, transposed Conv1D": transformers.GPT2Model(gpt2),
+        "transformers, interleaved by head": transformers.GPTNeoXModel(
+            transformers.GPTNeoXConfig(**small)
+        ),
+    }
+
+
+@pytest.mark.parametrize("initializer", FRESH)
+def test_case_a26_one_seed_gives_the_same_matrices_in_every_layout(initializer):
+    found = {}
+    for name, model in layouts().items():
+        initialize_(model, initializer, generator=seeded())
+        found[name] = matrices(model)
+    first = found.pop("levelhead, separate")
+    for other in found.values():
+        assert_same(first, other, INITIALIZERS[initializer].matrices)
+
+
+@pytest.mark.parametrize("initializer", ["xavier", "orthogonal", "mimetic"])
+def test_case_a26_the_three_parts_of_a_fused_weight_share_one_scale(initializer):
+    model = layouts(width=88)["torch, one tensor of thirds"]
+    initialize_(model, initializer, generator=seeded())
+    weights = matrices(model)[0]
+    if initializer == "xavier":
+        std = (1 / 88) ** 0.5
+        for weight in (weights.q_weight, weights.k_weight, weights.v_weight):
+            assert abs(float(weight.std()) - std) < 4 * std / (2 * weight.numel()) ** 0.5
+    assert float(weights.q_weight.norm() / weights.k_weight.norm()) == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize("initializer", FRESH)
+def test_case_a26_grouped_heads_split_at_their_own_widths(initializer):
+    """Phi-3 stores q, k, v fused as 4, 2 and 2 heads; Llama stores them apart."""
+    phi, llama = (HOSTS[name].build(hidden_size=56, head_dim=14) for name in ("phi3", "llama"))
+    for model in (phi, llama):
+        initialize_(model, initializer, generator=seeded())
+    assert_same(matrices(phi), matrices(llama), INITIALIZERS[initializer].matrices)
+    assert matrices(phi)[0].k_weight.shape == (56, 28)
+
+
+class LinearTwin(nn.Linear):
+    """What a Conv1D computes, stored the other way round."""
+
+    def __init__(self, conv):
+        super().__init__(*conv.weight.shape)
+        self.weight = nn.Parameter(conv.weight.detach().T.clone())
+        self.bias = nn.Parameter(conv.bias.detach().clone())
+
+
+@pytest.mark.parametrize("initializer", PER_SITE)
+def test_case_a27_conv1d_and_linear_twins_give_the_same_logits(initializer):
+    conv = HOSTS["gpt2"].build()
+    twin = copy.deepcopy(conv)
+    for block in twin.transformer.h:
+        block.attn.c_attn = LinearTwin(block.attn.c_attn)
+        block.attn.c_proj = LinearTwin(block.attn.c_proj)
+    reports = [initialize_(model, initializer, generator=seeded()) for model in (conv, twin)]
+    assert len({row.site for row in reports[0].matrices}) == 2
+    assert reports[0].matrices == reports[1].matrices
+    batch = HOSTS["gpt2"].batch()
+    torch.testing.assert_close(run(conv, batch).logits, run(twin, batch).logits)
+
+
+def test_case_a27_a_model_without_attention_is_refused_with_what_was_seen():
+    with pytest.raises(ValueError, match="no attention found.*torch.nn.modules.linear.Linear x 1"):
+        initialize_(nn.Sequential(nn.Linear(3, 3)))
+
+
+@pytest.mark.parametrize("initializer", FRESH)
+@pytest.mark.parametrize("name", ["swin", "xcit", "davit", "nystromformer", "llama", "t5"])
+def test_every_initialiser_works_on_every_kind_of_attention(name, initializer):
+    model = HOSTS[name].build()
+    report = initialize_(model, initializer, generator=seeded())
+    assert all(math.isfinite(row.stored.frobenius_norm) for row in report.matrices)
+    assert len({row.site for row in report.initialised}) == HOSTS[name].num_sites
+
+
+def test_fused_value_hands_hidden_states_through_a_model():
+    model = HOSTS["torch_encoder"].build()
+    report = initialize_(model, "conditioned", generator=seeded())
+    weights = matrices(model)[0]
+    hidden_states = torch.randn(7, 30)
+    assert torch.equal(hidden_states @ weights.v_weight, hidden_states)
+    assert report.notes == ()
+
+
+def test_the_report_says_where_the_value_is_not_the_identity():
+    report = initialize_(HOSTS["llama"].build(), "conditioned")
+    assert report.notes == (
+        "2 attentions: hidden_states @ v_weight keeps 28 of 60 coordinates, "
+        "because Hkv D is not E",
+    )
+    model = HOSTS["torch_encoder"].build()
+    for layer in model.layers:
+        nn.init.ones_(layer.self_attn.in_proj_bias)
+    assert "the value bias is not zero" in initialize_(model, "conditioned").notes[0]
+
+
+# Precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(("rows", "columns"), [(96, 96), (64, 192), (192, 64)])
+@pytest.mark.parametrize("initializer", FRESH)
+def test_case_a25_every_dtype_and_shape(initializer, rows, columns, dtype):
+    attention = Attention(rows, 4, head_dim=columns // 4, qkv_bias=True).to(dtype)
+    report = initialize_(attention, initializer, generator=seeded())
+    assert {weight.dtype for weight in attention.parameters()} == {dtype}
+    for row in report.initialised:
+        assert row.dtype == str(dtype).removeprefix("torch.")
+        assert row.matrix in "vo" or row.computed.kappa_max < torch.inf
+    if initializer != "conditioned":
+        return
+    eps = torch.finfo(dtype).eps
+    for row in report.initialised[:2]:
+        assert row.computed.orthogonality_residual < 1e-6
+        assert row.stored.orthogonality_residual < max(2 * eps, 1e-6)
+        assert row.stored.kappa_max < 1 + 48 * eps
+
+
+def test_case_a25_half_precision_stores_the_rounded_float32_matrix():
+    wide, half = HOSTS["gpt2"].build(), HOSTS["gpt2"].build().bfloat16()
+    for model in (wide, half):
+        report = initialize_(model, "conditioned", generator=seeded())
+    assert_same([w.map(torch.Tensor.bfloat16) for w in matrices(wide)], matrices(half))
+    row = report.initialised[0]
+    assert row.computed.orthogonality_residual < 1e-6 < row.stored.orthogonality_residual
+
+
+@pytest.mark.parametrize("initializer", FRESH)
+def test_idempotent_under_a_seed(initializer):
+    model = HOSTS["timm_vit"].build()
+    initialize_(model, initializer, generator=seeded())
+    once = matrices(model)
+    initialize_(model, initializer, generator=seeded())
+    assert_same(once, matrices(model))
+    initialize_(model, initializer, generator=seeded(4))
+    assert not torch.equal(once[0].q_weight, matrices(model)[0].q_weight)
+
+
+def test_default_touches_nothing():
+    model = HOSTS["gpt2"].build()
+    before = copy.deepcopy(model.state_dict())
+    report = initialize_(model, "default")
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert report.initialised == ()
+    assert len(report.matrices) == 8
+
+
+def test_match_keeps_the_norm_of_each_logical_matrix():
+    model = HOSTS["timm_vit"].build()
+    report = initialize_(model, "conditioned(gain='match')", generator=seeded())
+    for row in report.initialised:
+        assert row.stored.frobenius_norm == pytest.approx(row.host.frobenius_norm, rel=1e-6)
+        assert row.stored.kappa_max < 1 + 1e-5 < row.host.kappa_max
+
+
+def test_mimetic_report_holds_the_products():
+    model = HOSTS["timm_vit"].build(embed_dim=96, num_heads=3)
+    report = initialize_(model, "mimetic", generator=seeded())
+    layer = [row for row in report.products if row.product == "v o"]
+    assert len(layer) == 2
+    std = 0.4 / 96**0.5
+    for row in layer:
+        assert abs(row.stored.diagonal_mean + 0.4) < 4 * std / 96**0.5
+        assert row.stored.off_diagonal_std == pytest.approx(std, rel=4 / (2 * 96 * 95) ** 0.5)
+        assert abs(row.host.diagonal_mean) < 0.1
+
+
+# How models come to be ----------------------------------------------------------------------
+
+
+def test_case_a22_runs_after_loading_and_survives_another_round(tmp_path):
+    HOSTS["gpt2"].build().save_pretrained(tmp_path / "stock")
+    model = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "stock")
+    initialize_(model, "conditioned", generator=seeded())
+    fresh = matrices(model)
+    assert worst_residual(fresh[0].q_weight, 5) < 1e-6
+    model.init_weights()
+    model.tie_weights()
+    assert_same(fresh, matrices(model))
+    model.save_pretrained(tmp_path / "fresh")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "fresh")
+    assert_same(fresh, matrices(again))
+
+
+def test_case_a24_meta_is_refused_and_materialised_garbage_is_overwritten():
+    with torch.device("meta"):
+        attention = Attention(28, 4)
+    with pytest.raises(ValueError, match="meta device.*materialise"):
+        initialize_(attention, "conditioned")
+    attention.to_empty(device="cpu")
+    for parameter in attention.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    with pytest.raises(ValueError, match="must be finite and positive, got a .* of norm nan"):
+        initialize_(attention, "conditioned(gain='match')")
+    report = initialize_(attention, "conditioned", generator=seeded())
+    fresh = Attention(28, 4)
+    initialize_(fresh, "conditioned", generator=seeded())
+    assert_same(matrices(attention), matrices(fresh), ("q", "k", "v"))
+    assert matrices(attention)[0].o_weight.isnan().all()
+    assert math.isnan(report.matrices[0].host.kappa_max)
+
+
+def test_frozen_weights_are_refused_unless_asked_for():
+    model = HOSTS["timm_vit"].build()
+    model.blocks[1].attn.qkv.weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    words = "q of blocks.1.attn with requires_grad=False; valid: include_frozen=True"
+    with pytest.raises(ValueError, match=words):
+        initialize_(model, "conditioned")
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    report = initialize_(model, "conditioned", include_frozen=True)
+    assert len(report.initialised) == 6
+    assert not model.blocks[1].attn.qkv.weight.requires_grad
+
+
+def test_a_frozen_weight_that_is_not_touched_does_not_matter():
+    model = HOSTS["timm_vit"].build()
+    model.blocks[0].attn.proj.weight.requires_grad_(False)
+    initialize_(model, "conditioned")
+    with pytest.raises(ValueError, match="o of blocks.0.attn"):
+        initialize_(model, "orthogonal")
+
+
+def test_tied_attentions_are_initialised_once():
+    model = nn.ModuleList(Attention(28, 4) for _ in range(3))
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        getattr(model[2], name).weight = getattr(model[0], name).weight
+    generator = seeded()
+    report = initialize_(model, "mimetic", generator=generator)
+    untied = nn.ModuleList(Attention(28, 4) for _ in range(2))
+    initialize_(untied, "mimetic", generator=seeded())
+    assert_same(matrices(model)[:2], matrices(untied))
+    assert {row.status for row in report.matrices if row.site == "2"} == {"tied to 0"}
+    model[2].q_proj.weight = nn.Parameter(torch.zeros(28, 28))
+    with pytest.raises(ValueError, match="all of their weights or none, got 2 and 0"):
+        initialize_(model, "mimetic")
+
+
+def test_projections_on_one_weight_are_refused():
+    attention = Attention(28, 4)
+    attention.k_proj.weight = attention.q_proj.weight
+    with pytest.raises(ValueError, match="hold each projection apart"):
+        initialize_(attention, "conditioned")
+
+
+# Weight selection ---------------------------------------------------------------------------
+
+
+def test_weight_selection_of_a_whole_model():
+    student = HOSTS["timm_vit"].build(embed_dim=30, depth=2)
+    teacher = HOSTS["timm_vit"].build(embed_dim=48, depth=4)
+    head = student.head.weight.detach().clone()
+    report = initialize_(student, "weight_selection(layers='uniform')", teacher=teacher)
+    rows = torch.linspace(0, 3 * 48 - 1, 90).round().long()
+    columns = torch.linspace(0, 47, 30).round().long()
+    expected = teacher.blocks[2].attn.qkv.weight[rows][:, columns]
+    assert torch.equal(student.blocks[1].attn.qkv.weight, expected)
+    assert torch.equal(student.pos_embed, teacher.pos_embed[:, :, columns])
+    assert torch.equal(student.head.weight, head)
+    assert report.initializer == "weight_selection(layers='uniform')"
+    assert report.notes == ("1 attentions: left as the student made it: head.bias, head.weight",)
+    assert student(torch.randn(2, 3, 16, 16)).isfinite().all()
+
+
+def test_weight_selection_takes_a_state_dict_and_casts_once():
+    student, teacher = HOSTS["gpt2"].build(n_embd=20).half(), HOSTS["gpt2"].build(n_embd=40)
+    initialize_(student, "weight_selection", teacher=teacher.state_dict())
+    expected = teacher.transformer.wte.weight[:, ::2].half()
+    assert torch.equal(student.transformer.wte.weight, expected)
+    assert student.lm_head.weight is student.transformer.wte.weight
+
+
+# Words --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("initializer", "options", "words"),
+    [
+        ("kaiming", {}, "unknown initializer 'kaiming'; known: default, conditioned, mimetic"),
+        ("mimetic + xavier", {}, "an initializer is one name with options"),
+        (
+            "conditioned(size=3)",
+            {},
+            "conditioned takes other options, got size; valid: value, gain",
+        ),
+        ("conditioned(gain=2)", {"gain": 3}, "each option may be given once, got gain twice"),
+        ("weight_selection", {}, "weight_selection needs teacher"),
+        ("weight_selection", {"teacher": 3}, "teacher must be a model or its state dict"),
+        ("conditioned(value='eye')", {}, "unknown value 'eye'; known: fused, per_head"),
+    ],
+)
+def test_what_does_not_fit_is_refused(initializer, options, words):
+    with pytest.raises(ValueError, match=words):
+        initialize_(HOSTS["torch_encoder"].build(), initializer, **options)
+
+
+def test_mimetic_needs_an_output_projection():
+    site_without_output = HOSTS["bert"].build().encoder.layer[0].attention.self
+    with pytest.raises(ValueError, match="needs an output projection.*valid: conditioned"):
+        initialize_(site_without_output, "mimetic")
+
+
+def test_the_table_describes_every_initialiser():
+    rows = [info.as_dict() for info in initializers()]
+    assert [row["name"] for row in rows] == list(INITIALIZERS)
+    assert all(row[column] for row in rows for column in ("equation", "source", "touches", "when"))
+    options = {row["name"]: row["options"] for row in rows}
+    assert options["conditioned"] == {"value": "fused", "gain": 1.0}
+    assert options["weight_selection"] == {"teacher": "required", "layers": "first"}
+
+
+def test_the_printed_report_has_one_line_per_matrix():
+    report = initialize_(HOSTS["gpt2"].build(), "conditioned", generator=seeded())
+    lines = str(report).splitlines()
+    assert lines[0].startswith("initialised with conditioned: 6 of 8 matrices of 2 attentions")
+    assert len(lines) == 2 + 8
+    assert lines[2].split()[:4] == ["transformer.h.0.attn", "q", "initialised", "float32"]

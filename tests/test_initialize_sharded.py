@@ -1,0 +1,124 @@
+"""Sharded parameters: every rank ends up with its part of one whole matrix."""
+
+import socket
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from levelhead.attention import Attention
+from levelhead.initialize import initialize_
+from levelhead.sharding import distribute_like, whole_parameters
+
+pytestmark = pytest.mark.slow
+
+WORLD = 2
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def on_ranks(work, *arguments):
+    mp.spawn(partial(enter, work), (free_port(), *arguments), nprocs=WORLD, join=True)
+
+
+def enter(work, rank, port, *arguments):
+    address = f"tcp://127.0.0.1:{port}"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
+    try:
+        work(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def model():
+    """Widths that two ranks cannot share evenly: 15 outputs fall into 8 and 7."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Attention(15, 3), Attention(15, 3), Attention(15, 3))
+
+
+def sharded():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    whole = model()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for attention in whole:
+        fully_shard(attention, mesh=mesh)
+    return fully_shard(whole, mesh=mesh)
+
+
+def assert_equal_to_one_process(rank, initializer):
+    generator = torch.Generator().manual_seed(3)
+    shards, whole = sharded(), model()
+    before = {id(parameter) for parameter in shards.parameters()}
+    report = initialize_(shards, initializer, generator=generator)
+    assert {id(parameter) for parameter in shards.parameters()} == before
+    expected = initialize_(whole, initializer, generator=generator.manual_seed(3))
+    assert report.matrices == expected.matrices
+    state = whole.state_dict()
+    for name, parameter in shards.named_parameters():
+        assert parameter.to_local().shape != state[name].shape, name
+        assert torch.equal(parameter.full_tensor(), state[name]), name
+    hidden_states = torch.randn(2, 7, 15)
+    torch.testing.assert_close(shards(hidden_states), whole(hidden_states))
+
+
+def assert_rank_0_decides(rank):
+    shards = sharded()
+    initialize_(shards, "xavier", generator=torch.Generator().manual_seed(rank))
+    whole = model()
+    initialize_(whole, "xavier", generator=torch.Generator().manual_seed(0))
+    for name, parameter in shards.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
+
+
+def assert_selected_like_one_process(rank):
+    torch.manual_seed(1)
+    teacher = torch.nn.Sequential(*(Attention(24, 4) for _ in range(3)))
+    shards, whole = sharded(), model()
+    for student in (shards, whole):
+        initialize_(student, "weight_selection", teacher=teacher)
+    for name, parameter in shards.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole.get_parameter(name)), name
+
+
+def spoil(shards):
+    with whole_parameters(shards.modules()):
+        for parameter in shards.parameters():
+            parameter.data.zero_()
+        raise RuntimeError("stop")
+
+
+def assert_errors_leave_the_shards(rank):
+    shards = sharded()
+    before = {name: p.full_tensor() for name, p in shards.named_parameters()}
+    with pytest.raises(RuntimeError, match="stop"):
+        spoil(shards)
+    for name, parameter in shards.named_parameters():
+        assert torch.equal(parameter.full_tensor(), before[name])
+    plain = torch.ones(3)
+    assert distribute_like(plain, torch.zeros(3)) is plain
+
+
+@pytest.mark.parametrize("initializer", ["conditioned", "conditioned(gain='match')", "mimetic"])
+def test_shards_hold_the_matrices_of_one_process(initializer):
+    on_ranks(assert_equal_to_one_process, initializer)
+
+
+def test_rank_0_decides_where_seeds_differ():
+    on_ranks(assert_rank_0_decides)
+
+
+def test_weight_selection_reaches_shards():
+    on_ranks(assert_selected_like_one_process)
+
+
+def test_an_exception_leaves_the_shards_as_they_were():
+    on_ranks(assert_errors_leave_the_shards)

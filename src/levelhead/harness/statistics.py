@@ -16,7 +16,8 @@ half-width says how large a difference would have had to be to show.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -49,6 +50,11 @@ class PairedDifference:
     bootstrap_interval: tuple[float, float] | None = None
     half_width: float | None = None
     p_value: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; an interval becomes a list of two."""
+        values = asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @property
     def sign(self) -> int:

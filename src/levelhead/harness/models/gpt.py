@@ -1,12 +1,12 @@
 """A small decoder-only GPT (Radford et al. 2019) on ``levelhead.attention.Attention``."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from levelhead.attention import track_steps
 from levelhead.harness.models.blocks import (
     INIT_STD,
     final_norm,
@@ -14,8 +14,10 @@ from levelhead.harness.models.blocks import (
     normal_linear_,
     residual_std,
 )
-from levelhead.harness.models.positions import POSITIONS, make_positions
+from levelhead.harness.models.positions import POSITIONS, LearnedPositions, make_positions
+from levelhead.parts.base import Part
 from levelhead.shapes import require, require_divides, require_known
+from levelhead.steps import track_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class GPTConfig:
     """Hkv; divides ``num_heads``, which it equals when left out."""
     mlp_ratio: float = 4.0
     """Width of the MLP over ``embed_dim``."""
-    positions: str = "learned"
+    positions: str = "rope"
     """``"learned"``, ``"sinusoidal"`` or ``"rope"``."""
     norm: str = "pre"
     """Where the LayerNorms stand: ``"pre"`` or ``"post"``."""
@@ -57,6 +59,27 @@ class GPTConfig:
         require(self.num_layers >= 1, "num_layers must be at least 1", f"{self.num_layers}")
         require(self.context_length >= 1, "context_length must be at least 1",
                 f"{self.context_length}")  # fmt: skip
+
+
+class GrowingCache:
+    """The keys and values of one block so far."""
+
+    def __init__(self):
+        self.key: Tensor | None = None
+        self.value: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens held."""
+        return 0 if self.key is None else self.key.shape[2]
+
+    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append ``[B, Hkv, T, D]`` and return all of them, ``[B, Hkv, S, D]``."""
+        if self.key is not None and self.value is not None:
+            key = torch.cat([self.key, key], dim=2)
+            value = torch.cat([self.value, value], dim=2)
+        self.key, self.value = key, value
+        return key, value
 
 
 class GPT(nn.Module):
@@ -86,11 +109,14 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             self.init_module_(name, module)
 
-    def forward(self, tokens: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+    def forward(
+        self, tokens: Int[Tensor, "B T"], caches: Sequence[GrowingCache] | None = None
+    ) -> Float[Tensor, "B T V"]:
         """Predict each next token from those up to it.
 
         Args:
-            tokens: ``[B, T]``, at most ``context_length`` long.
+            tokens: ``[B, T]``; with what the caches hold at most ``context_length`` long.
+            caches: One for each block, holding the tokens before these; or None.
 
         Returns:
             Logits ``[B, T, vocab_size]``.
@@ -98,16 +124,17 @@ class GPT(nn.Module):
         Raises:
             ValueError: A sequence longer than the context.
         """
+        first = caches[0].length if caches else 0
         length = tokens.shape[1]
         require(
-            length <= self.config.context_length,
+            first + length <= self.config.context_length,
             f"tokens must fit context_length={self.config.context_length}",
-            f"{length} tokens",
+            f"{first + length} tokens",
         )
-        hidden_states = self.positions(self.token_embed(tokens))
-        rope = self.positions.rotation(0, length)
-        for block in self.blocks:
-            hidden_states = block(hidden_states, is_causal=True, rope=rope)
+        hidden_states = self.positions(self.token_embed(tokens), first)
+        rope = self.positions.rotation(first, length)
+        for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
+            hidden_states = block(hidden_states, is_causal=True, rope=rope, kv_cache=cache)
         return self.head(self.norm(hidden_states))
 
     @torch.no_grad()
@@ -117,20 +144,22 @@ class GPT(nn.Module):
         """Continue a text; without a generator by the likeliest token, else by a drawn one.
 
         Args:
-            tokens: The text so far; only its last ``context_length`` tokens are read.
-            num_new: How many tokens to add.
+            tokens: The text so far, at least one token.
+            num_new: How many tokens to add; text and new tokens must fit the context.
             generator: Source of the draws.
 
         Returns:
             The text with ``num_new`` more tokens.
         """
+        caches = [GrowingCache() for _ in self.blocks]
+        unread = tokens
         for _ in range(num_new):
-            logits = self(tokens[:, -self.config.context_length :])[:, -1]
+            logits = self(unread, caches)[:, -1]
             if generator is None:
-                following = logits.argmax(-1, keepdim=True)
+                unread = logits.argmax(-1, keepdim=True)
             else:
-                following = logits.softmax(-1).multinomial(1, generator=generator)
-            tokens = torch.cat([tokens, following], dim=1)
+                unread = logits.softmax(-1).multinomial(1, generator=generator)
+            tokens = torch.cat([tokens, unread], dim=1)
         return tokens
 
     def init_module_(self, name: str, module: nn.Module) -> None:
@@ -146,7 +175,7 @@ class GPT(nn.Module):
             normal_linear_(module, std)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)
-        elif isinstance(module, nn.LayerNorm):
+        elif isinstance(module, nn.LayerNorm | Part):
             module.reset_parameters()
-        elif name == "positions" and self.config.positions == "learned":
-            nn.init.normal_(self.positions.table, std=INIT_STD)
+        elif isinstance(module, LearnedPositions):
+            nn.init.normal_(module.table, std=INIT_STD)

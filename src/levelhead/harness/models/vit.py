@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from levelhead.attention import track_steps
 from levelhead.harness.models.blocks import INIT_STD, final_norm, make_blocks, normal_linear_
-from levelhead.harness.models.positions import make_positions
+from levelhead.harness.models.positions import LearnedPositions, make_positions
+from levelhead.parts.base import Part
 from levelhead.shapes import require, require_divides, require_known
+from levelhead.steps import track_steps
 
 CLS_STD = 1e-6  # timm's start of the class token: next to nothing, as its position is learned
 
@@ -30,13 +31,13 @@ class ViTConfig:
     """Width of the head."""
     embed_dim: int = 48
     """E."""
-    num_layers: int = 3
+    num_layers: int = 2
     """L."""
-    num_heads: int = 3
+    num_heads: int = 4
     """H; divides ``embed_dim``."""
     mlp_ratio: float = 2.0
     """Width of the MLP over ``embed_dim``."""
-    pooling: str = "cls"
+    pooling: str = "mean"
     """What the head reads: ``"cls"`` (a class token) or ``"mean"`` (the mean over patches)."""
     positions: str = "learned"
     """``"learned"`` or ``"sinusoidal"``."""
@@ -129,9 +130,9 @@ class ViT(nn.Module):
         """
         if isinstance(module, nn.Linear):
             normal_linear_(module, INIT_STD, truncated=True)
-        elif isinstance(module, nn.LayerNorm | nn.Conv2d):
+        elif isinstance(module, nn.LayerNorm | nn.Conv2d | Part):
             module.reset_parameters()
-        elif name == "positions" and self.config.positions == "learned":
-            nn.init.trunc_normal_(self.positions.table, std=INIT_STD)
+        elif isinstance(module, LearnedPositions):
+            nn.init.trunc_normal_(module.table, std=INIT_STD)
         elif name == "" and self.config.pooling == "cls":
             nn.init.normal_(self.cls_token, std=CLS_STD)

@@ -1,0 +1,263 @@
+"""The commands: parse, call, print."""
+
+import importlib
+import json
+import pkgutil
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand
+
+import levelhead.bench
+from levelhead.exits import BAD_INPUT, INTERRUPTED, explain
+from levelhead.shapes import require, require_known
+from levelhead.terms import parse_terms
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Stable, well-conditioned, visible attention for Transformers.",
+    epilog="Start with: levelhead compare",
+)
+
+
+@app.callback()
+def _common(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks (also LEVELHEAD_DEBUG=1).")
+    ] = False,
+) -> None:
+    """Stable, well-conditioned, visible attention for Transformers."""
+
+
+LIST_OPTIONS = ("--variants", "--inits", "--data")
+
+
+class ListCommand(TyperCommand):
+    """A command whose list options take several values: ``--variants quest gate`` as well."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, repeat_options(args, LIST_OPTIONS))
+
+
+def repeat_options(arguments: list[str], names: tuple[str, ...]) -> list[str]:
+    """Write ``--name a b`` as ``--name a --name b``.
+
+    Args:
+        arguments: Of a command line.
+        names: Options that take several values.
+
+    Returns:
+        The same, as parsers of single values understand it.
+    """
+    spread: list[str] = []
+    name = None
+    for argument in arguments:
+        if argument.startswith("--"):
+            name = argument if argument in names else None
+        elif name is not None and spread[-1] != name:
+            spread.append(name)
+        spread.append(argument)
+    return spread
+
+
+def split_list(texts: list[str] | None) -> tuple[str, ...]:
+    """Split each text at its commas, but not inside parentheses.
+
+    Args:
+        texts: Values of a repeated option, or None.
+
+    Returns:
+        All the parts, stripped; empty ones left out.
+    """
+    parts: list[str] = []
+    for text in texts or []:
+        depth, part = 0, ""
+        for letter in text:
+            depth += (letter == "(") - (letter == ")")
+            if letter == "," and depth == 0:
+                parts.append(part)
+                part = ""
+            else:
+                part += letter
+        parts.append(part)
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+@app.command(
+    cls=ListCommand,
+    epilog="Example: levelhead compare --variants quest 'spectral(strength=1)' --seeds 5",
+)
+def compare(
+    variants: Annotated[
+        list[str] | None,
+        typer.Option(help="Variant strings (`levelhead list variants`); softmax is always in."),
+    ] = None,
+    inits: Annotated[
+        list[str] | None,
+        typer.Option(help="Initialisers (`levelhead list initializers`), crossed with variants."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of paired seeds.")] = 3,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimiser steps of each training.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="digits, topics, fashion_mnist, shakespeare, a folder of IDX files, a text file. "
+            "Default: digits topics."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="vit, gpt or both, with options: 'vit(num_layers=4) + gpt'."),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate, for all variants alike.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run; default runs/<data>-<hash>.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Trainings side by side; default one for each core.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Train variants side by side on the same seeds and batches, and say what differs.
+
+    Without arguments: a small ViT on handwritten digits and a small GPT on technical English, six
+    variants, three seeds; no download. Finished trainings are kept in the run's folder: the same
+    command goes on where it was stopped, and more seeds or variants only train what is missing.
+    """
+    from levelhead.harness.config import DEFAULT_VARIANTS, CompareSettings
+    from levelhead.harness.show import show_summary, stdout_console
+
+    overrides = {"steps": steps, "learning_rate": learning_rate}
+    settings = CompareSettings(
+        tasks=_resolve_tasks(split_list(data), model, overrides),
+        variants=split_list(variants) or DEFAULT_VARIANTS,
+        inits=split_list(inits) or ("default",),
+        seeds=seeds,
+    )
+    summary = _run_comparison(settings, out or settings.default_folder(), workers)
+    if as_json:
+        print(json.dumps(summary, indent=2, allow_nan=False))
+    else:
+        show_summary(stdout_console(), summary)
+
+
+def _resolve_tasks(names: tuple[str, ...], model: str | None, overrides: dict[str, Any]) -> Any:
+    from levelhead.harness.tasks import DEFAULT_DATA, MODELS, resolve_task
+
+    terms = parse_terms(model) if model else ()
+    for term in terms:
+        require_known("model", term.name, MODELS)
+    wanted = [term.name for term in terms] or list(MODELS)
+    options = {term.name: dict(term.options) for term in terms}
+    given = {name: value for name, value in overrides.items() if value is not None}
+    names = names or tuple(DEFAULT_DATA[name] for name in wanted)
+    tasks = tuple(resolve_task(name, options, **given) for name in names)
+    for task in tasks:
+        require(
+            task.model in wanted, f"{task.data} needs the model {task.model}", f"--model {model}"
+        )
+    return tasks
+
+
+def _run_comparison(settings: Any, folder: Path, workers: int | None) -> dict[str, Any]:
+    from levelhead.harness.compare import compare as compare_grid
+    from levelhead.harness.show import progress_bar
+
+    console = Console(stderr=True, highlight=False)
+    kept = f"finished trainings are safe in {folder}/"
+    again = shlex.join(["levelhead", *sys.argv[1:]])
+    try:
+        with progress_bar(console) as on_event:
+            return compare_grid(settings, folder, workers, on_event)
+    except KeyboardInterrupt:
+        _say(f"stopped; {kept}; go on with: {again}")
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        if not (folder / "config.yaml").exists():
+            raise
+        _say(f"{explain(error)[1]}; {kept}; once that is mended, go on with: {again}")
+        raise typer.Exit(BAD_INPUT) from error
+
+
+def _say(line: str) -> None:
+    print(f"levelhead: {line}", file=sys.stderr)
+
+
+@app.command(name="list", epilog="Example: levelhead list variants --json")
+def list_(
+    what: Annotated[str, typer.Argument(help="variants or initializers.")] = "variants",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+) -> None:
+    """List what there is: every variant or initialiser with its equation, source and use."""
+    require_known("list", what, TABLES)
+    rows, columns = TABLES[what]()
+    if as_json:
+        print(json.dumps(rows, indent=2, default=str))
+        return
+    from levelhead.harness.show import stdout_console
+
+    table = Table(title=what, title_justify="left", show_lines=True)
+    for column in columns:
+        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column == "name")
+    for row in rows:
+        table.add_row(*(str(row[column]) for column in columns))
+    stdout_console().print(table, markup=False)
+
+
+def _variants() -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    from levelhead.variants import variants
+
+    columns = ("name", "stage", "equation", "parameters", "neutral", "when", "source")
+    return [info.as_dict() for info in variants()], columns
+
+
+def _initializers() -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    from levelhead.init.table import initializers
+
+    columns = ("name", "equation", "touches", "when", "source")
+    return [info.as_dict() for info in initializers()], columns
+
+
+TABLES = {"variants": _variants, "initializers": _initializers}
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    add_help_option=False,
+    epilog="Example: levelhead bench attention --tokens 1024 --json",
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Which benchmark.")] = None,
+) -> None:
+    """Run a benchmark: ratios measured in one process. Its options: `bench NAME --help`."""
+    if name in (None, "--help"):
+        print(context.get_help())
+        print(f"Benchmarks: {', '.join(benchmarks())}")
+        context.exit(0 if name else BAD_INPUT)
+    require_known("benchmark", name, benchmarks())
+    module = importlib.import_module(f"levelhead.bench.{name}")
+    context.exit(module.main(context.args) or 0)
+
+
+def benchmarks() -> list[str]:
+    """List the modules of ``levelhead.bench`` that can be run.
+
+    Returns:
+        Their names, sorted.
+    """
+    names = [module.name for module in pkgutil.iter_modules(levelhead.bench.__path__)]
+    found = [n for n in names if hasattr(importlib.import_module(f"levelhead.bench.{n}"), "main")]
+    return sorted(found)

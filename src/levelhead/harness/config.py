@@ -1,0 +1,158 @@
+"""What is trained: the settings of a task and of a comparison, strict and complete.
+
+Everything that can change a number is in here, so that a run's ``config.yaml`` is enough to make
+it again. An unknown key is an error.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from levelhead.variants import parse_variant
+
+BASELINE = "softmax"
+DEFAULT_VARIANTS = ("softmax", "quest", "affine", "gate", "spectral", "precondition")
+RUNS_FOLDER = Path("runs")
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TaskSettings(_Strict):
+    """One model on one set of data; the attention variant, the init and the seed are left open."""
+
+    data: str
+    """Name or path, as ``harness.data.load`` takes it."""
+    fingerprint: str
+    """Hash of the data's bytes."""
+    model: str
+    """``"vit"`` or ``"gpt"``."""
+    model_options: dict[str, Any]
+    """Every field of the model's config but ``variant``."""
+    steps: Count
+    """Optimiser steps of one training."""
+    batch_size: Count
+    """Images or windows of text in a step."""
+    learning_rate: Positive
+    """Peak, reached after the warm-up; falls to zero along a cosine."""
+    weight_decay: Annotated[float, Field(ge=0)]
+    """AdamW's, on matrices only."""
+    warmup_frac: Fraction = 0.1
+    """Share of the steps in which the learning rate rises."""
+    clip_norm: Positive = 1.0
+    """Largest gradient norm."""
+
+    @property
+    def name(self) -> str:
+        """How tables and records call the task."""
+        return Path(self.data).name or self.data
+
+
+class CompareSettings(_Strict):
+    """A grid: every task with every variant, init and seed."""
+
+    tasks: Annotated[tuple[TaskSettings, ...], Field(min_length=1)]
+    """What is trained."""
+    variants: tuple[str, ...] = DEFAULT_VARIANTS
+    """Variant strings in their canonical form; the baseline comes first."""
+    inits: Annotated[tuple[str, ...], Field(min_length=1)] = ("default",)
+    """Initialisers; the first one is the baseline's."""
+    seeds: Count = 3
+    """Number of seeds, 0 to ``seeds - 1``; each stands for one start and one order of the data."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _baseline_first(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "variants" in values:
+            names = [str(parse_variant(text)) for text in values["variants"]]
+            values = values | {"variants": tuple(dict.fromkeys([BASELINE, *names]))}
+        return values
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "CompareSettings":
+        names = [task.name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each task needs a name of its own, got {', '.join(names)}")
+        return self
+
+    def default_folder(self) -> Path:
+        """Return ``runs/<tasks>-<hash>``: the same tasks meet their finished cells again.
+
+        Variants, inits and seeds are left out of the hash, so that a grid can grow.
+
+        Returns:
+            A path relative to the working directory.
+        """
+        tasks = json.dumps([task.model_dump() for task in self.tasks], sort_keys=True)
+        digest = hashlib.sha256(tasks.encode()).hexdigest()[:8]
+        return RUNS_FOLDER / f"{'-'.join(task.name for task in self.tasks)}-{digest}"
+
+
+class Cell(_Strict):
+    """One training of the grid."""
+
+    task: str
+    variant: str
+    init: str
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """One line that names the cell."""
+        return f"{self.task} | {self.variant} | {self.init} | seed {self.seed}"
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> "Cell":
+        """Read back which cell a record is of.
+
+        Args:
+            record: A line of ``cells.jsonl``.
+
+        Returns:
+            The cell.
+        """
+        return cls(**{name: record[name] for name in cls.model_fields})
+
+
+def cells(settings: CompareSettings) -> list[Cell]:
+    """List the grid, all of one seed before the next: an interrupted run holds whole pairs.
+
+    Args:
+        settings: The grid.
+
+    Returns:
+        Its cells in the order of training.
+    """
+    return [
+        Cell(task=task.name, variant=variant, init=init, seed=seed)
+        for seed in range(settings.seeds)
+        for task in settings.tasks
+        for init in settings.inits
+        for variant in settings.variants
+    ]
+
+
+def default_workers(num_cells: int) -> int:
+    """Return how many one-thread processes train side by side.
+
+    Args:
+        num_cells: Trainings to do.
+
+    Returns:
+        The number of cores this process may use, at most one for each training, at least 1.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, min(cores, num_cells))

@@ -71,17 +71,22 @@ class ConditionNumber:
     status: Int[Tensor, "*batch"]
 
 
-def singular_values(matrix: Float[Tensor, "*batch rows cols"]) -> Spectrum:
+def singular_values(
+    matrix: Float[Tensor, "*batch rows cols"], precision: torch.dtype | None = None
+) -> Spectrum:
     """Singular values of each matrix, with a status instead of an exception.
 
     Args:
         matrix: Any batch shape; may hold NaN and inf. No gradient flows through the result.
+        precision: The dtype whose eps says what counts as zero; the matrix' own unless given (for
+            a float64 matrix made from float32 numbers, say).
 
     Returns:
         ``min(rows, cols)`` values a matrix, in [0, inf), descending; see `Spectrum`.
     """
     _check_matrix(matrix)
-    return _spectrum(matrix, torch.linalg.svdvals, _singular_values_by_gram)
+    eps = _eps(precision or matrix.dtype)
+    return _spectrum(matrix, torch.linalg.svdvals, _singular_values_by_gram, eps)
 
 
 def symmetric_eigenvalues(matrix: Float[Tensor, "*batch rows rows"]) -> Spectrum:
@@ -99,19 +104,33 @@ def symmetric_eigenvalues(matrix: Float[Tensor, "*batch rows rows"]) -> Spectrum
         "a symmetric matrix must be square",
         f"matrix {list(matrix.shape)}",
     )
-    return _spectrum(matrix, _eigenvalues_descending, _eigenvalues_general)
+    return _spectrum(matrix, _eigenvalues_descending, _eigenvalues_general, _eps(matrix.dtype))
 
 
-def condition_number(matrix: Float[Tensor, "*batch rows cols"]) -> ConditionNumber:
+def condition_number(
+    matrix: Float[Tensor, "*batch rows cols"], precision: torch.dtype | None = None
+) -> ConditionNumber:
     """Condition number ``sigma_max / sigma_min`` of each matrix, whatever its values.
 
     Args:
         matrix: Any batch shape; may hold NaN and inf.
+        precision: The dtype whose eps says what counts as zero; the matrix' own unless given.
 
     Returns:
         Both conventions (literal, and over the non-zero singular values); see `ConditionNumber`.
     """
-    spectrum = singular_values(matrix)
+    return condition_of(singular_values(matrix, precision))
+
+
+def condition_of(spectrum: Spectrum) -> ConditionNumber:
+    """Condition numbers from singular values that are there already.
+
+    Args:
+        spectrum: As `singular_values` returns it.
+
+    Returns:
+        Both conventions; see `ConditionNumber`.
+    """
     values, rank = spectrum.values, spectrum.rank
     sigma_max = values[..., 0]
     last = (rank - 1).clamp_min(0).unsqueeze(-1)
@@ -202,6 +221,11 @@ def _check_matrix(matrix: Tensor) -> None:
     )
 
 
+def _eps(dtype: torch.dtype) -> float:
+    """Relative precision of numbers that came in this dtype, float32's at the least."""
+    return torch.finfo(at_least_float32(dtype)).eps
+
+
 def _is_finite(matrix: Tensor) -> Tensor:
     """Whether each matrix of the batch holds finite numbers only."""
     return matrix.detach().isfinite().all(-1).all(-1)
@@ -222,14 +246,16 @@ def _finite_and_scaled(matrix: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _spectrum(
-    matrix: Tensor, usual: Callable[[Tensor], Tensor], fallback: Callable[[Tensor], Tensor]
+    matrix: Tensor,
+    usual: Callable[[Tensor], Tensor],
+    fallback: Callable[[Tensor], Tensor],
+    eps: float,
 ) -> Spectrum:
     """Apply ``usual`` to the finite members, ``fallback`` where it fails, and judge the values."""
     finite = _is_finite(matrix)
     safe = torch.where(finite[..., None, None], matrix, 0).to(torch.float64)
     values, fell_back = _values_or_fallback(safe, usual, fallback)
     values = torch.where(finite.unsqueeze(-1), values, torch.nan)
-    eps = torch.finfo(at_least_float32(matrix.dtype)).eps
     magnitude = values.abs()
     tolerance = max(matrix.shape[-2:]) * eps * magnitude.amax(-1, keepdim=True)
     rank = (magnitude > tolerance).sum(-1)

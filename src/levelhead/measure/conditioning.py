@@ -7,22 +7,26 @@ The Gram matrix cannot tell such values from zero below about ``sqrt(rows * eps)
 each method that works on it notices, and goes to J itself or says that kappa is a lower bound.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.measure.lanczos import EigenPair, largest_eigenpair
 from levelhead.measure.nullspace import NullSpace, cholesky_solve
-from levelhead.measure.operators import JacobianOperator, dense_jacobian, smaller_gram
+from levelhead.measure.operators import (
+    JacobianOperator,
+    JacobianProblem,
+    dense_jacobian,
+    smaller_gram,
+)
 
 _EPS = torch.finfo(torch.float64).eps
 # Stop when an eigenpair's relative residual, a bound on its error, is below this: kappa to 1e-8.
 _TOLERANCE = 1e-8
 _MAX_STEPS = 500
+_POLISHING_SOLVES = 2
 # A shift of fewer eps, in a small problem, would sit too near to the rounding errors of G.
 _FEWEST_EPS = 4096
 # The same where the residual is relative to lambda_max and the eigenvalue sought is far smaller.
@@ -59,21 +63,6 @@ class Conditioning:
     method: str
     residual: float
     kind: Literal["exact", "lower bound"] = "exact"
-
-
-@dataclass(frozen=True)
-class JacobianProblem:
-    """One Jacobian in the three forms the methods need.
-
-    Attributes:
-        operator: Products with J and its transpose.
-        gram: Builds the lower triangle of ``J J^T`` anew.
-        dense: Builds a matrix with the singular values of J (the non-zero ones at least).
-    """
-
-    operator: JacobianOperator
-    gram: Callable[[], Float[Tensor, "M M"]]
-    dense: Callable[[], Float[Tensor, "M N"]]
 
 
 def by_autograd(operator: JacobianOperator) -> Conditioning:
@@ -268,7 +257,11 @@ def _smallest_eigenpair(gram: Tensor, operator: JacobianOperator) -> EigenPair |
     """The smallest eigenpair of G, as the largest of its inverse; None where G is not positive."""
     if not _factor_in_place(gram):
         return None
-    return _inverse_eigenpair(gram, operator, below=float("inf"))
+    pair = _inverse_eigenpair(gram, operator, below=float("inf"))
+    vector = pair.vector[:, None]
+    for _ in range(_POLISHING_SOLVES):  # thins out what lies along large eigenvalues of G
+        vector = cholesky_solve(gram, vector / vector.norm())
+    return replace(pair, vector=vector[:, 0] / vector.norm())
 
 
 def _sharpen(operator: JacobianOperator, vector: Tensor) -> tuple[float, float]:

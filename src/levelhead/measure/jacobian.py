@@ -11,14 +11,12 @@ the Gram structure that makes it fast is derived in `levelhead.measure.linearise
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from levelhead.measure.conditioning import (
     Conditioning,
-    JacobianProblem,
     by_autograd,
     by_dense,
     by_lanczos,
@@ -31,6 +29,7 @@ from levelhead.measure.operators import (
     FunctionJacobian,
     InputJacobian,
     JacobianOperator,
+    JacobianProblem,
     WeightJacobian,
 )
 from levelhead.shapes import require, require_divides, require_known
@@ -169,7 +168,7 @@ def operator_condition(
     function: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     *,
-    method: Literal["auto", "autograd", "matrix_free"] = "auto",
+    method: str = "auto",
 ) -> Conditioning:
     """Condition number of the Jacobian of any differentiable function, by exact products with it.
 

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from levelhead.measure.linearise import LinearisedHead
 from levelhead.shapes import require
@@ -32,6 +34,21 @@ class JacobianOperator(Protocol):
     def adjoint(self, vector: Float[Tensor, " M"]) -> Float[Tensor, " N"]:
         """Return ``J^T vector``."""
         ...
+
+
+@dataclass(frozen=True)
+class JacobianProblem:
+    """One Jacobian in the three forms the methods need.
+
+    Attributes:
+        operator: Products with J and its transpose.
+        gram: Builds the lower triangle of ``J J^T`` anew.
+        dense: Builds a matrix with the singular values of J (the non-zero ones at least).
+    """
+
+    operator: JacobianOperator
+    gram: Callable[[], Float[Tensor, "M M"]]
+    dense: Callable[[], Float[Tensor, "M N"]]
 
 
 class WeightJacobian:
@@ -90,7 +107,8 @@ class FunctionJacobian:
 
     def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]):
         inputs = [tensor.detach().to(torch.float64) for tensor in inputs]
-        output, pull = torch.func.vjp(function, *inputs)[:2]
+        with sdpa_kernel(SDPBackend.MATH):  # the only one with a second derivative
+            output, pull = torch.func.vjp(function, *inputs)[:2]
         came = f"output of dtype {output.dtype}"
         require(output.dtype == torch.float64, "the function must compute in float64", came)
         self._output_shape, self._inputs, self._pull = output.shape, inputs, pull

@@ -131,5 +131,5 @@ class Affine(StepState, Part):
         """Return the scaled and shifted weights."""
         return affine_weights(attn_weights, alpha, mean, mask.visible(), self._keys(mask))
 
-    def _keys(self, mask: AttentionMask) -> float | None:
-        return None if self.counts_visible else float(mask.num_keys)
+    def _keys(self, mask: AttentionMask) -> int | None:
+        return None if self.counts_visible else mask.num_keys

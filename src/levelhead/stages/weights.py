@@ -34,7 +34,7 @@ def affine_attention(
     alpha: Float[Tensor, "B H T 1"],
     alpha_mean: Float[Tensor, "#H 1 1"],
     mask: AttentionMask,
-    keys_counted: float | None = None,
+    keys_counted: int | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
     """Scale the attention weights by alpha and shift them by beta, on the output.
 
@@ -104,7 +104,7 @@ def affine_weights(
     alpha: Float[Tensor, "B H T 1"],
     alpha_mean: Float[Tensor, "#H 1 1"],
     visible: Tensor | None,
-    keys_counted: float | None = None,
+    keys_counted: int | None = None,
 ) -> Float[Tensor, "B H T S"]:
     """Scale and shift the attention weights themselves: the equation, plain.
 

@@ -46,7 +46,8 @@ def orthogonal(
     """
     check_projection("weight", weight, num_heads, "num_heads")
     drawn = standard_normal(tuple(weight.shape), weight, generator)
-    blocks = orthogonal_factor(split_heads(drawn, num_heads))
+    # Head by head: the factorisation works in float64, and one head at a time keeps that small.
+    blocks = torch.stack([orthogonal_factor(block) for block in split_heads(drawn, num_heads)])
     return apply_gain(merge_heads(blocks), weight, gain)
 
 

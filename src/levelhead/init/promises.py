@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.init.blocks import frobenius_norm, split_heads
+from levelhead.init.blocks import split_heads
 from levelhead.linalg import symmetric_eigenvalues
+from levelhead.shapes import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def head_facts(weight: Float[Tensor, "E HD"], num_heads: int) -> HeadFacts:
         kappa_median=float(kappa.quantile(0.5, interpolation="nearest")),
         kappa_max=float(kappa.max()),
         spectral_norm=float(largest.max().sqrt()),
-        frobenius_norm=frobenius_norm(weight),
+        frobenius_norm=float(gram.diagonal(dim1=1, dim2=2).sum().sqrt()),
     )
 
 
@@ -94,9 +95,10 @@ def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D E"]) -
         right: For example the key blocks, transposed.
 
     Returns:
-        The statistics over all heads.
+        The statistics over all heads, computed in float32 or wider.
     """
-    left, right = left.to(torch.float64), right.to(torch.float64)
+    compute_dtype = at_least_float32(left.dtype, right.dtype)
+    left, right = left.to(compute_dtype), right.to(compute_dtype)
     size = min(left.shape[1], right.shape[2])
     diagonal = (left[:, :size] * right.mT[:, :size]).sum(-1)
     squares = ((left.mT @ left) * (right @ right.mT)).sum()
@@ -116,6 +118,17 @@ class AttentionFacts:
 
     matrices: dict[str, HeadFacts]
     products: dict[str, ProductFacts]
+
+    def over(self, other: "AttentionFacts") -> "AttentionFacts":
+        """Return these facts, and the other's where these have none.
+
+        Args:
+            other: Facts of the same attention.
+
+        Returns:
+            All facts, in the order of ``other``.
+        """
+        return AttentionFacts(other.matrices | self.matrices, other.products | self.products)
 
 
 def attention_facts(

@@ -1,6 +1,7 @@
 """Stable, well-conditioned, visible attention for Transformers in PyTorch."""
 
 from levelhead.attention import Attention, InnerAttention
+from levelhead.capture import capture
 from levelhead.init.report import InitReport
 from levelhead.init.table import initializers
 from levelhead.initialize import initialize_
@@ -14,6 +15,7 @@ __all__ = [
     "Attention",
     "InitReport",
     "InnerAttention",
+    "capture",
     "causal_mask",
     "find_attention",
     "initialize_",

@@ -22,6 +22,7 @@ from levelhead.sites.reading import (
 )
 from levelhead.sites.sites import AttentionSite
 
+HOME = "transformers.models"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 OWN_FORWARD = frozenset({"NystromformerSelfAttention"})
 """Attentions that are read although they do not go through the interface."""
@@ -86,7 +87,7 @@ def read_transformers(name: str, module: nn.Module, model: nn.Module) -> Attenti
     Returns:
         The site, or None for a module that is no attention known here.
     """
-    if not _is_attention(module):
+    if not (made_by(module, HOME) and (goes_through_interface(module) or _runs_itself(module))):
         return None
     check_accounted(name, module, PARTS | set(EXTRA_PARTS.get(type(module).__name__, ())))
     sizes = _sizes(name, module)
@@ -115,13 +116,18 @@ def read_transformers(name: str, module: nn.Module, model: nn.Module) -> Attenti
     )
 
 
-def _is_attention(module: nn.Module) -> bool:
-    if not made_by(module, "transformers.models"):
-        return False
-    if type(module).__name__ in OWN_FORWARD:
-        return True
+def goes_through_interface(module: nn.Module) -> bool:
+    """Whether the forward of a module looks its attention function up in transformers' registry.
+
+    Args:
+        module: Any module.
+    """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
+
+
+def _runs_itself(module: nn.Module) -> bool:
+    return type(module).__name__ in OWN_FORWARD
 
 
 def _first(module: Any, names: tuple[str, ...]) -> Any:
@@ -194,13 +200,13 @@ def _output(name: str, module: nn.Module, model: nn.Module) -> Projection | None
 
 
 def _scale(name: str, module: nn.Module, sizes: Sizes) -> float:
-    if type(module).__name__ in OWN_FORWARD:
+    if _runs_itself(module):
         return sizes.head_dim**-0.5  # both q and k are divided by head_dim ** (1 / 4)
     return real_scale(name, module)
 
 
 def _kind(module: nn.Module, is_cross: bool) -> str:
-    if type(module).__name__ in OWN_FORWARD:
+    if _runs_itself(module):
         return "landmark"
     return "cross" if is_cross else "self"
 

@@ -1,0 +1,73 @@
+"""How this library runs attention: the check of every ``InnerAttention`` sees all of a call."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from levelhead.attention import Attention, InnerAttention
+from levelhead.sites.calls import Emit, Seen
+
+
+class ListenedCheck:
+    """Stands in for ``InnerAttention.check`` while somebody listens."""
+
+    def __init__(self, inner: InnerAttention, is_prepared: bool):
+        self.inner, self.is_prepared = inner, is_prepared
+        self.emits: list[Emit] = []
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
+        call = InnerAttention.check(self.inner, query, key, value, *args)
+        for emit in tuple(self.emits):
+            emit(self._seen(query, key, value, call))
+        return call
+
+    def _seen(self, query: Tensor, key: Tensor, value: Tensor, call: Any) -> Seen:
+        inner = self.inner
+        if not self.is_prepared:
+            query, key = inner.norm.prepare(query, key)
+        sink_score = getattr(inner.normaliser, "sink_score", None)
+        return Seen(
+            query,
+            key,
+            value,
+            call.scale,
+            call.mask.mask,
+            call.mask.bias,
+            call.mask.is_causal,
+            None if inner.cap is None else inner.cap.soft_cap,
+            None if sink_score is None else sink_score(query),
+        )
+
+
+def inner_of(module: nn.Module) -> InnerAttention | None:
+    """Return the ``InnerAttention`` a host computes with, None where it has none.
+
+    Args:
+        module: The host's attention.
+    """
+    return next((part for part in module.modules() if isinstance(part, InnerAttention)), None)
+
+
+def listen_to(module: nn.Module, emit: Emit) -> Callable[[], None]:
+    """Emit what every call of a host's ``InnerAttention`` gets, after its norms.
+
+    Args:
+        module: The host; a ``levelhead.Attention`` norms before it checks.
+        emit: Called with what was seen.
+
+    Returns:
+        Call it to stop.
+    """
+    inner = inner_of(module)
+    assert inner is not None
+    check = vars(inner).get("check") or ListenedCheck(inner, isinstance(module, Attention))
+    check.emits.append(emit)
+    object.__setattr__(inner, "check", check)
+
+    def stop() -> None:
+        check.emits.remove(emit)
+        if not check.emits:
+            vars(inner).pop("check", None)
+
+    return stop

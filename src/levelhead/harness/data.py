@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import importlib.util
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,8 +216,12 @@ def idx_images(name: str, folder: Path) -> ImageData:
 def _read_idx(folder: Path, stem: str, num_axes: int) -> np.ndarray:
     for path, opener in ((folder / f"{stem}.gz", gzip.open), (folder / stem, open)):
         if path.exists():
-            with opener(path, "rb") as file:
-                return _parse_idx(path, file.read(), num_axes)
+            try:
+                with opener(path, "rb") as file:
+                    raw = file.read()
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise ValueError(f"{path} is not a whole gzip file: {error}") from error
+            return _parse_idx(path, raw, num_axes)
     raise FileNotFoundError(f"no {stem} or {stem}.gz in {folder}")
 
 

@@ -58,12 +58,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         config = {"settings": dict(settings), "environment": self.environment}
         if path.exists():
-            before = yaml.safe_load(path.read_text())
-            require(
-                isinstance(before, dict) and {"settings", "environment"} <= set(before),
-                f"{path} must be the config of a run",
-                "something else; give another --out",
-            )
+            before = _read_config(path)
             _check_tasks(self.path, before["settings"]["tasks"], settings["tasks"])
             config["settings"] = _grown(before["settings"], config["settings"])
             config["environment"] = before["environment"]
@@ -214,6 +209,19 @@ def _processor() -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        config = None
+    require(
+        isinstance(config, dict) and {"settings", "environment"} <= set(config),
+        f"{path} must be the config of a run",
+        "something else; give another --out",
+    )
+    return config
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

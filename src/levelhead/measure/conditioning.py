@@ -290,7 +290,8 @@ def _by_shifted_lanczos(problem: JacobianProblem, sigma_max: float, shift: float
     sigma_min, residual = _sharpen(operator, vector / vector.norm())
     null_sigma, null_weight = null_space.probe(operator)
     tolerance = max(operator.shape) * _EPS * sigma_max
-    rank = null_space.rank(null_weight)
+    blind = null_sigma > tolerance
+    rank = None if blind else null_space.rank(null_weight)
     return Conditioning(
         kappa=sigma_max / sigma_min,
         sigma_max=sigma_max,
@@ -300,5 +301,5 @@ def _by_shifted_lanczos(problem: JacobianProblem, sigma_max: float, shift: float
         literal_kappa_is_infinite=None if rank is None else rank < min(operator.shape),
         method="lanczos",
         residual=residual,
-        kind="exact" if null_sigma <= tolerance else "lower bound",
+        kind="lower bound" if blind else "exact",
     )

@@ -403,3 +403,39 @@ def test_the_printed_report_has_one_line_per_matrix():
     assert lines[0].startswith("initialised with conditioned: 6 of 8 matrices of 2 attentions")
     assert len(lines) == 2 + 8
     assert lines[2].split()[:4] == ["transformer.h.0.attn", "q", "initialised", "float32"]
+
+
+# What a batch shows -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "swin", "xcit", "torch_encoder"])
+def test_a_batch_shows_every_attention_before_and_after(name):
+    model, batch = HOSTS[name].build(), HOSTS[name].batch()
+    model.train()
+    report = initialize_(model, "conditioned", batch=batch, generator=seeded())
+    assert all(module.training for module in model.modules())
+    sites = {site.name for site in find_attention(model)}
+    assert {(row.site, row.quantity) for row in report.effects} == {
+        (site, quantity) for site in sites for quantity in ("score_std", "entropy_nats")
+    }
+    again = initialize_(model, "default", batch=batch)
+    for row, same in zip(report.effects, again.effects, strict=True):
+        assert row.before != row.after
+        assert same.before == same.after == row.after
+    assert "entropy_nats" in str(report)
+
+
+def test_conditioning_raises_the_spread_of_scores_to_one_and_match_leaves_it():
+    """Trunc-normal(.02) gives LayerNormed inputs a spread of .31 at E = 768, D = 64."""
+    model = Attention(768, 12)
+    hidden_states = nn.functional.layer_norm(torch.randn(2, 31, 768), (768,))
+    spreads = {}
+    for initializer in ("conditioned", "conditioned(gain='match')"):
+        for parameter in model.parameters():
+            nn.init.trunc_normal_(parameter, std=0.02)
+        effect = initialize_(model, initializer, batch=hidden_states).effects[0]
+        assert effect.quantity == "score_std"
+        assert effect.before == pytest.approx(0.31, abs=0.02)
+        spreads[initializer] = effect.after
+    assert spreads["conditioned"] == pytest.approx(1.0, abs=0.05)
+    assert spreads["conditioned(gain='match')"] == pytest.approx(0.31, abs=0.02)

@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from levelhead.effects import SiteEffects, attention_effects
 from levelhead.init.blocks import require_data
 from levelhead.init.promises import AttentionFacts, attention_facts
-from levelhead.init.report import InitReport, MatrixRow, ProductRow, matrix_rows, product_rows
+from levelhead.init.report import (
+    InitReport,
+    MatrixRow,
+    ProductRow,
+    effect_rows,
+    matrix_rows,
+    product_rows,
+)
 from levelhead.init.table import INITIALIZERS, MATRICES, HostProjections, InitializerInfo
 from levelhead.shapes import require, require_float, require_known
 from levelhead.sharding import distribute_like, whole_parameters
@@ -29,6 +37,7 @@ def initialize_(
     initializer: str = "conditioned",
     *,
     generator: torch.Generator | None = None,
+    batch: Any = None,
     include_frozen: bool = False,
     **options: Any,
 ) -> InitReport:
@@ -46,6 +55,9 @@ def initialize_(
         initializer: A name of ``levelhead.initializers()`` with options, for example
             ``"conditioned(value='per_head')"``.
         generator: Random source; None uses torch's global one.
+        batch: One batch (a mapping of keyword arguments, a tuple of positional ones, or the one
+            argument); with it the report also shows the scores' spread and the entropy of every
+            attention before and after.
         include_frozen: Also initialise weights with ``requires_grad=False``, which are otherwise
             refused.
         options: More options of the initialiser, for example ``teacher=`` (a model or its state
@@ -61,9 +73,13 @@ def initialize_(
     sites = find_attention(model)
     job = Job(model, sites, info, dict(term.options), generator, include_frozen)
     _check_sites(job)
+    before = _effects(job, batch)
     matrices, products, notes = (_run_whole_model if info.whole_model else _run_sites)(job)
     counted = (f"{n} attentions: {note}" for note, n in Counter(notes).items())
-    return InitReport(_shown(term), tuple(matrices), tuple(products), notes=tuple(counted))
+    effects = effect_rows(before, _effects(job, batch))
+    return InitReport(
+        _shown(term), tuple(matrices), tuple(products), tuple(effects), tuple(counted)
+    )
 
 
 @dataclass(frozen=True)
@@ -155,6 +171,10 @@ def _run_whole_model(job: Job) -> Rows:
         rows += matrix_rows(site.name, dtypes, before[site.name], after, after)
     left = sorted(set(state) - set(fresh))
     return rows, [], [f"left as the student made it: {', '.join(left)}"] if left else []
+
+
+def _effects(job: Job, batch: Any) -> SiteEffects:
+    return {} if batch is None else attention_effects(job.model, batch, job.sites)
 
 
 def _whole_facts(job: Job, site: AttentionSite) -> AttentionFacts:

@@ -120,6 +120,25 @@ class EffectRow:
     after: float
 
 
+def effect_rows(
+    before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
+) -> list[EffectRow]:
+    """Pair what a batch showed before and after.
+
+    Args:
+        before: Quantities by name, by site.
+        after: The same, measured on the same batch.
+
+    Returns:
+        One row per attention and quantity.
+    """
+    return [
+        EffectRow(site, quantity, value, after[site][quantity])
+        for site, quantities in before.items()
+        for quantity, value in quantities.items()
+    ]
+
+
 @dataclass(frozen=True)
 class InitReport:
     """The record of one initialisation; ``print`` shows it as tables.

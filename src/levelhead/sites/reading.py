@@ -11,6 +11,9 @@ from levelhead.sites.sites import AttentionSite
 Reader = Callable[[str, nn.Module, nn.Module], AttentionSite | None]
 """``(name, module, model) -> site``, or None when the module is not an attention it knows."""
 
+CONVERTED = "levelhead"
+"""Name of the child that ``levelhead.convert`` adds; its parts change nothing of the layout."""
+
 HOW_TO_READ = "write a reader for it (docs/own_module.md) and pass find_attention(readers=[...])"
 
 
@@ -46,7 +49,7 @@ def check_accounted(name: str, module: nn.Module, known: Collection[str]) -> Non
     """
     children = [n for n, child in module.named_children() if has_tensors(child)]
     own = [n for n, _ in module.named_parameters(recurse=False)]
-    unknown = sorted(set(children + own) - set(known))
+    unknown = sorted(set(children + own) - set(known) - {CONVERTED})
     if unknown:
         refuse(name, module, f"unknown parts: {', '.join(unknown)}")
 

@@ -7,6 +7,7 @@ grouped layouts all look the same.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ class AttentionSite:
         output_norm: The host's own norm on the attention output before ``o``, or None.
         dropout_p: Probability of dropping an attention weight in training, as built.
         tied_with: Names of other sites that share a parameter with this one.
+        host: How ``levelhead.convert`` makes the module run other attention
+            (``levelhead.sites.host.Host``); None for the host of the module's library.
         num_kv_heads: Hkv, from the stored weights.
         head_dim: D, likewise.
         v_head_dim: Width of a value head; D almost always.
@@ -81,6 +84,7 @@ class AttentionSite:
     output_norm: nn.Module | None = None
     dropout_p: float = 0.0
     tied_with: tuple[str, ...] = ()
+    host: Any = None
     num_kv_heads: int = field(init=False)
     head_dim: int = field(init=False)
     v_head_dim: int = field(init=False)

@@ -4,6 +4,10 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import levelhead as lh
 from cases import (
     BATCH,
     EMBED_DIM,
@@ -17,12 +21,8 @@ from cases import (
     legal_pairs,
     masks,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from promises import assert_fused_equals_reference
-
-import levelhead as lh
 from levelhead.parts.weights import Affine
+from promises import assert_fused_equals_reference
 
 INNER_OPTIONS = [option for option in OPTIONS if not option.startswith("spectral")]
 INNER_PAIRS = [

@@ -6,10 +6,10 @@ import pickle
 
 import pytest
 import torch
-from cases import OPTIONS, all_terms, full_house
 from torch import nn
 
 import levelhead as lh
+from cases import OPTIONS, all_terms, full_house
 
 EVERY = [*all_terms(), *OPTIONS, full_house()]
 E, H = 30, 6

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import EMBED_DIM, NUM_KEYS, masks
 
 import levelhead as lh
+from cases import EMBED_DIM, NUM_KEYS, masks
 from levelhead.stages.outputs import equilibrate_rows
 
 H, T, D = 6, NUM_KEYS, 5

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from cases import OPTIONS, all_terms, full_house, legal_pairs, refused_pairs, written
 from hypothesis import given
 from hypothesis import strategies as st
 
 import levelhead as lh
+from cases import OPTIONS, all_terms, full_house, legal_pairs, refused_pairs, written
 from levelhead.terms import Term, parse_terms
 from levelhead.variants import SLOTS, VARIANTS, Variant
 

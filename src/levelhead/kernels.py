@@ -7,6 +7,7 @@ handed ``O - (1 - keep) * (G . O) G / ||G||^2`` in place of ``O`` (and ``keep * 
 a learned sink needs no kernel of its own, forward or backward.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -149,3 +150,72 @@ def _over_square(rows: Tensor) -> Tensor:
     scaled = rows / largest
     square = scaled.square().sum(dim=-1, keepdim=True)
     return scaled / (square.masked_fill(square == 0, 1.0) * largest)
+
+
+BACKENDS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
+"""``torch.nn.attention.SDPBackend`` by number."""
+LARGE_SCORES = 2**20
+"""Scores per head from which a plain fallback is worth a warning: 1,024 x 1,024."""
+
+
+def attention_backend(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B Hkv S D"],
+    value: Float[Tensor, "B Hkv S Dv"],
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+) -> str:
+    """Name the kernel torch's scaled-dot-product attention takes for these tensors.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        attn_mask: Boolean or float, or None.
+        is_causal: Whether the causal kernel is asked for.
+        dropout_p: Probability of dropping a weight.
+
+    Returns:
+        "flash", "efficient", "cudnn", "overrideable", or "math", which builds the T x S matrix;
+        "unknown" where this torch does not tell.
+    """
+    choose = getattr(torch, "_fused_sdp_choice", None)
+    if choose is None:
+        return "unknown"
+    grouped = query.shape[1] != key.shape[1]
+    choice = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=grouped)
+    return BACKENDS.get(int(choice), "unknown")
+
+
+def warn_if_plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+) -> None:
+    """Warn when torch will build a large T x S matrix, since no fused kernel takes these tensors.
+
+    Looks only at eager calls with many scores, where the look costs nothing beside the work.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        attn_mask: Boolean or float, or None.
+        is_causal: Whether the causal kernel is asked for.
+        dropout_p: Probability of dropping a weight.
+    """
+    if torch.compiler.is_compiling() or query.shape[2] * key.shape[2] < LARGE_SCORES:
+        return
+    if attention_backend(query, key, value, attn_mask, is_causal, dropout_p) == "math":
+        warnings.warn(
+            "no fused kernel takes this attention, so torch builds the whole matrix of "
+            f"{query.shape[2]} x {key.shape[2]} scores per head (query {list(query.shape)}, "
+            f"value {list(value.shape)}, {query.dtype} on {query.device.type}, "
+            f"dropout_p={dropout_p}, mask with gradient: "
+            f"{attn_mask is not None and attn_mask.requires_grad})",
+            stacklevel=2,
+        )

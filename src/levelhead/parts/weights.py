@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.shapes import at_least_float32, require, require_known
-from levelhead.stages.masks import AttentionMask
-from levelhead.stages.weights import affine_attention, affine_weights, linear_clipping
+from levelhead.stages.masks import AttentionMask, visible_count, visible_mean, visible_sum
+from levelhead.stages.weights import affine_output, affine_weights, linear_clipping
 from levelhead.steps import StepState
 
 PHI = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
@@ -123,13 +123,19 @@ class Affine(StepState, Part):
         mean: Tensor,
     ) -> Tensor:
         """Return the scaled and shifted output without a T x S matrix."""
-        return affine_attention(attn_output, value, alpha, mean, mask, self._keys(mask))
+        shift = mean - alpha
+        if mask.is_key_padding:
+            visible, count = visible_sum(mask, value)
+            divisor = count.clamp_min(1.0) if self.counts_visible else mask.num_keys
+            return affine_output(attn_output, alpha, shift / divisor, visible)
+        if not self.counts_visible:
+            shift = shift * (visible_count(mask).to(shift.dtype) / mask.num_keys)
+        visible = visible_mean(mask, value, attn_output.shape[1])
+        return affine_output(attn_output, alpha, shift, visible)
 
     def plain(
         self, attn_weights: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor
     ) -> Tensor:
         """Return the scaled and shifted weights."""
-        return affine_weights(attn_weights, alpha, mean, mask.visible(), self._keys(mask))
-
-    def _keys(self, mask: AttentionMask) -> int | None:
-        return None if self.counts_visible else mask.num_keys
+        keys_counted = None if self.counts_visible else mask.num_keys
+        return affine_weights(attn_weights, alpha, mean, mask.visible(), keys_counted)

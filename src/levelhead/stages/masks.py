@@ -8,6 +8,7 @@ equals the full pass. All three may come together, and all apply.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -324,6 +325,33 @@ def visible_count(mask: AttentionMask) -> Tensor:
     if visible is None:
         return torch.full((1, 1, 1, 1), mask.num_keys, device=mask.device)
     return visible.expand(-1, -1, -1, mask.num_keys).sum(dim=-1, keepdim=True)
+
+
+def visible_mean(
+    mask: AttentionMask, value: Float[Tensor, "B Hkv S Dv"], num_heads: int
+) -> Float[Tensor, "B Hany T Dv"]:
+    """Average the values every query may attend to, under any mask: fused, with zero scores.
+
+        mean[t] = attention(query = 0, key = 0, value, mask)
+
+    Args:
+        mask: What is visible; not "everything".
+        value: Values.
+        num_heads: H.
+
+    Returns:
+        The means, per key/value head where the heads share one mask and per query head
+        otherwise; zeros where a query may attend to nothing.
+    """
+    visible = mask.visible()
+    assert visible is not None
+    if visible.shape[1] == 1:
+        num_heads = value.shape[1]
+    query = value.new_zeros(value.shape[0], num_heads, mask.num_queries, value.shape[-1])
+    key = value.new_zeros(()).expand(value.shape)
+    return F.scaled_dot_product_attention(
+        query, key, value, visible, enable_gqa=num_heads != value.shape[1]
+    )
 
 
 def real_queries(mask: AttentionMask) -> Bool[Tensor, "#B T"] | None:

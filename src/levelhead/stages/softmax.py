@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.kernels import SinkAttention, find_lse_kernel
+from levelhead.kernels import SinkAttention, find_lse_kernel, warn_if_plain
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -37,6 +37,7 @@ def softmax_attention(
 
     Source: Vaswani et al. 2017, eq. 1, through ``F.scaled_dot_product_attention``.
     """
+    warn_if_plain(query, key, value, attn_mask, is_causal, dropout_p)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -131,6 +132,7 @@ def extra_key_attention(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*attn_mask.shape[:-1], key.shape[2] - 1)
         attn_mask = F.pad(attn_mask, (1, 0), value=attn_mask.dtype == torch.bool)
+    warn_if_plain(query, key, padded_value, attn_mask, is_causal, dropout_p)
     output = F.scaled_dot_product_attention(
         query, key, padded_value, attn_mask, dropout_p, is_causal, scale=scale
     )

@@ -1,12 +1,10 @@
 """Affine-scaled attention: weights scaled and shifted per query, without a T x S matrix."""
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.shapes import at_least_float32
-from levelhead.stages.masks import AttentionMask, visible_count, visible_sum
 
 CLIPPING_SLOPE = 0.1
 CLIPPING_OFFSET = 0.5
@@ -28,50 +26,34 @@ def linear_clipping(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return (CLIPPING_SLOPE * x + CLIPPING_OFFSET).clamp(0.0, 1.0)
 
 
-def affine_attention(
+def affine_output(
     attn_output: Float[Tensor, "B H T Dv"],
-    value: Float[Tensor, "B Hkv S Dv"],
     alpha: Float[Tensor, "B H T 1"],
-    alpha_mean: Float[Tensor, "#H 1 1"],
-    mask: AttentionMask,
-    keys_counted: int | None = None,
+    shift: Float[Tensor, "B H T 1"],
+    visible: Float[Tensor, "B Hany #T Dv"],
 ) -> Float[Tensor, "B H T Dv"]:
-    """Scale the attention weights by alpha and shift them by beta, on the output.
+    """Scale and shift the attention weights, on the output.
 
-        attn_output = [alpha * attn_weights + beta] @ value
-                    = alpha * attn_output + beta * sum_{visible} value
-        beta = (alpha_mean - alpha) / N
+        [alpha * attn_weights + beta] @ value = alpha * attn_output + shift * visible
 
-    The shift reaches visible keys only. A mask that is the same for all queries but for
-    causality takes (cumulative) sums of the values; any other takes the mean of the visible
-    values from one more fused attention with zero queries.
+    where ``shift * visible`` is ``beta`` times the sum of the visible values: ``visible`` is
+    their sum and ``shift = beta``, or their mean and ``shift = beta * count``.
 
     Args:
         attn_output: Output of attention with the unscaled weights.
-        value: Values.
         alpha: Factor per query and head.
-        alpha_mean: Running mean of alpha, per head or one for all.
-        mask: What each query may attend to.
-        keys_counted: N; None counts the keys visible to each query, so that a row of the
-            weights sums to ``alpha_mean``.
+        shift: Factor on ``visible`` per query and head.
+        visible: Sum or mean of the visible values, per query head or key/value head; one row
+            where all queries see the same.
 
     Returns:
-        Output in the dtype of ``attn_output``, computed in float32 or wider; zeros where a
-        query may attend to nothing.
+        Output in the dtype of ``attn_output``, computed in float32 or wider.
 
-    Source: Bae et al. 2026, arXiv 2602.23057; N is open there (METHODS 1).
+    Source: Bae et al. 2026, arXiv 2602.23057.
     """
     compute_dtype = at_least_float32(attn_output.dtype, alpha.dtype)
-    shift = (alpha_mean - alpha).to(compute_dtype)
     scaled = alpha.to(compute_dtype) * attn_output
-    if mask.is_key_padding:
-        total, count = visible_sum(mask, value)
-        divisor = count.clamp_min(1.0) if keys_counted is None else keys_counted
-        return (scaled + _group(shift / divisor, total)).to(attn_output.dtype)
-    mean = _visible_mean(attn_output, value, mask)
-    if keys_counted is not None:
-        shift = shift * (visible_count(mask).to(compute_dtype) / keys_counted)
-    return (scaled + _group(shift, mean)).to(attn_output.dtype)
+    return (scaled + _group(shift.to(compute_dtype), visible)).to(attn_output.dtype)
 
 
 def _group(
@@ -83,20 +65,6 @@ def _group(
         return factor * rows
     grouped = factor.unflatten(1, (num_row_heads, num_heads // num_row_heads))
     return (grouped * rows.unsqueeze(2)).flatten(1, 2)
-
-
-def _visible_mean(attn_output: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
-    """Average the visible values: fused attention in which every score is zero."""
-    batch, num_heads, num_queries, _ = attn_output.shape
-    visible = mask.visible()
-    assert visible is not None
-    if visible.shape[1] == 1:
-        num_heads = value.shape[1]
-    query = value.new_zeros(batch, num_heads, num_queries, value.shape[-1])
-    key = value.new_zeros(()).expand(value.shape)
-    return F.scaled_dot_product_attention(
-        query, key, value, visible, enable_gqa=num_heads != value.shape[1]
-    )
 
 
 def affine_weights(

@@ -23,6 +23,9 @@ class AttentionCall:
     the rest of the factor in ``scale``: the scores are the host's in every case. Attentions over
     channels ("cross_covariance", "channel") have the channels of a head where others have tokens.
 
+    The tensors are the host's own: a static cache overwrites its keys and values in the next
+    call, so clone what must outlive the callback.
+
     Attributes:
         site: Where.
         call_idx: How many calls of this site came before, in this capture.

@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from levelhead.attention import Attention, InnerAttention
+from levelhead.attention import InnerAttention
 from levelhead.sites.calls import Emit, Seen
 
 
 class ListenedCheck:
     """Stands in for ``InnerAttention.check`` while somebody listens."""
 
-    def __init__(self, inner: InnerAttention, is_prepared: bool):
-        self.inner, self.is_prepared = inner, is_prepared
+    def __init__(self, inner: InnerAttention):
+        self.inner = inner
         self.emits: list[Emit] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
@@ -24,8 +24,6 @@ class ListenedCheck:
 
     def _seen(self, query: Tensor, key: Tensor, value: Tensor, call: Any) -> Seen:
         inner = self.inner
-        if not self.is_prepared:
-            query, key = inner.norm.prepare(query, key)
         sink_score = getattr(inner.normaliser, "sink_score", None)
         return Seen(
             query,
@@ -53,7 +51,7 @@ def listen_to(module: nn.Module, emit: Emit) -> Callable[[], None]:
     """Emit what every call of a host's ``InnerAttention`` gets, after its norms.
 
     Args:
-        module: The host; a ``levelhead.Attention`` norms before it checks.
+        module: The host.
         emit: Called with what was seen.
 
     Returns:
@@ -61,7 +59,7 @@ def listen_to(module: nn.Module, emit: Emit) -> Callable[[], None]:
     """
     inner = inner_of(module)
     assert inner is not None
-    check = vars(inner).get("check") or ListenedCheck(inner, isinstance(module, Attention))
+    check = vars(inner).get("check") or ListenedCheck(inner)
     check.emits.append(emit)
     object.__setattr__(inner, "check", check)
 

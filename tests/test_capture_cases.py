@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hosts import HOSTS, run, tokens
-from levelhead.attention import Attention
+from levelhead.attention import Attention, InnerAttention
 from levelhead.capture import capture
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.find import find_attention
@@ -282,7 +282,7 @@ class ByHand(nn.Module):
 
 
 def read_by_hand(name, module, model):
-    if not isinstance(module, (ByHand, OtherKernel)):
+    if not isinstance(module, ByHand):
         return None
     q, k, v = fused(module.qkv, 30, 30, 30)
     return AttentionSite(
@@ -354,6 +354,27 @@ def test_own_attention_of_any_variant(variant):
     assert len(calls) == 2
     assert torch.equal(calls[0].hidden_states, hidden)
     assert_put_back(host)
+
+
+class HostOfInner(ByHand):
+    """What a converted host is: its own projections around an inner attention."""
+
+    def __init__(self):
+        super().__init__(False)
+        self.inner = InnerAttention("qknorm", embed_dim=30, num_heads=5)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (5, 6)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(self.inner(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def test_an_inner_attention_in_a_host_is_seen_after_its_norms():
+    model, calls = HostOfInner(), []
+    with torch.no_grad(), capture(model, calls.append, readers=[read_by_hand]):
+        output = model(torch.randn(2, 7, 30))
+    (call,) = calls
+    torch.testing.assert_close(call.query.norm(dim=-1), torch.ones(2, 5, 7), atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.out(plain_output(call)), output, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "timm_vit", "torch_encoder"])

@@ -6,36 +6,41 @@ from typing import Any
 from torch import Tensor, nn
 
 from levelhead.attention import InnerAttention
+from levelhead.reference import Call
 from levelhead.sites.calls import Emit, Seen
 
 
 class ListenedCheck:
-    """Stands in for ``InnerAttention.check`` while somebody listens."""
+    """Stands in for ``InnerAttention.check``, which gets prepared queries and keys, while somebody
+    listens."""
 
     def __init__(self, inner: InnerAttention):
         self.inner = inner
         self.emits: list[Emit] = []
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Any:
-        call = InnerAttention.check(self.inner, query, key, value, *args)
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = InnerAttention.check(self.inner, query, key, value, *args, **kwargs)
+        seen = _seen(self.inner, query, key, value, call)
         for emit in tuple(self.emits):
-            emit(self._seen(query, key, value, call))
+            emit(seen)
         return call
 
-    def _seen(self, query: Tensor, key: Tensor, value: Tensor, call: Any) -> Seen:
-        inner = self.inner
-        sink_score = getattr(inner.normaliser, "sink_score", None)
-        return Seen(
-            query,
-            key,
-            value,
-            call.scale,
-            call.mask.mask,
-            call.mask.bias,
-            call.mask.is_causal,
-            None if inner.cap is None else inner.cap.soft_cap,
-            None if sink_score is None else sink_score(query),
-        )
+
+def _seen(inner: InnerAttention, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Seen:
+    sink_score = getattr(inner.normaliser, "sink_score", None)
+    return Seen(
+        query,
+        key,
+        value,
+        call.scale,
+        call.mask.mask,
+        call.mask.bias,
+        call.mask.is_causal,
+        None if inner.cap is None else inner.cap.soft_cap,
+        None if sink_score is None else sink_score(query),
+    )
 
 
 def inner_of(module: nn.Module) -> InnerAttention | None:

@@ -157,6 +157,8 @@ class InnerAttention(nn.Module):
         is_causal: bool = False,
         token_mask: Bool[Tensor, "#B T"] | None = None,
         scale: float | None = None,
+        dropout_p: float | None = None,
+        rope: Rope | None = None,
     ) -> Float[Tensor, "B H T Dv"]:
         """Attend.
 
@@ -174,6 +176,9 @@ class InnerAttention(nn.Module):
             token_mask: True = a real token, for running means; by default read off the mask as
                 in self-attention.
             scale: Factor on the dot product in this call.
+            dropout_p: Probability of dropping a weight in this call, in training or not; by
+                default that of the constructor, in training only.
+            rope: Rotary embedding, ``(query, key) -> (query, key)``; the norm part comes before.
 
         Returns:
             One output per query and head.
@@ -182,31 +187,28 @@ class InnerAttention(nn.Module):
             ValueError: Shapes, dtypes or masks that do not fit, hidden states missing.
         """
         query, key, value = _autocast(query, key, value)
-        call = self.check(
-            query, key, value, hidden_states, attn_mask, attn_bias, is_causal, token_mask, scale
-        )
+        self.check_fit(query, key, value, hidden_states)
         query, key = self.norm.prepare(query, key)
+        if rope is not None:
+            query, key = rope(query, key)
+        call = self.check(
+            query, key, value, attn_mask, attn_bias, is_causal, token_mask, scale, dropout_p
+        )
         return self.attend(query, key, value, hidden_states, call)
 
-    def check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        hidden_states: Tensor | None,
-        attn_mask: Tensor | None,
-        attn_bias: Tensor | None,
-        is_causal: bool,
-        token_mask: Tensor | None,
-        scale: float | None,
-    ) -> Call:
-        """Check a call against what this attention is; the arguments are those of ``forward``.
+    def check_fit(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden_states: Tensor | None
+    ) -> None:
+        """Check that a call fits the sizes this attention was built for.
 
-        Returns:
-            The call in one form.
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            hidden_states: Input of the attention, or None.
 
         Raises:
-            ValueError: Something does not fit.
+            ValueError: Other heads or head_dim, or hidden states that are missing.
         """
         check_attention_inputs(query, key, value)
         shape = self.shape
@@ -220,13 +222,48 @@ class InnerAttention(nn.Module):
             )
         if self.variant.needs_hidden_states:
             self._check_hidden_states(query, hidden_states)
+
+    def check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        attn_bias: Tensor | None = None,
+        is_causal: bool = False,
+        token_mask: Tensor | None = None,
+        scale: float | None = None,
+        dropout_p: float | None = None,
+    ) -> Call:
+        """Check prepared queries and keys, and bring the call into one form.
+
+        Args:
+            query: Queries, as the kernel gets them: normed, rotated.
+            key: Keys, likewise.
+            value: Values.
+            attn_mask: As in ``forward``. Likewise the others.
+            attn_bias: As in ``forward``.
+            is_causal: As in ``forward``.
+            token_mask: As in ``forward``.
+            scale: As in ``forward``.
+            dropout_p: As in ``forward``.
+
+        Returns:
+            The call.
+
+        Raises:
+            ValueError: Something does not fit.
+        """
+        check_attention_inputs(query, key, value)
         if token_mask is not None:
             _check_token_mask(token_mask, query)
         mask = resolve_mask(query, key, attn_mask, attn_bias, is_causal)
         if token_mask is None and self.weights is not None and self.training:
             token_mask = real_queries(mask)
         factor = self.norm.score_scale(self.scale if scale is None else scale)
-        return Call(mask, factor, token_mask, self.dropout_p if self.training else 0.0)
+        if dropout_p is None:
+            dropout_p = self.dropout_p if self.training else 0.0
+        return Call(mask, factor, token_mask, dropout_p)
 
     def _check_hidden_states(self, query: Tensor, hidden_states: Tensor | None) -> None:
         batch, _, num_queries, _ = query.shape
@@ -260,12 +297,7 @@ class InnerAttention(nn.Module):
         Returns:
             One output per query and head.
         """
-        if self.cap is None:
-            attn_output = self.normaliser.fused(
-                query, key, value, call.mask, call.scale, call.dropout_p
-            )
-        else:
-            attn_output = self._attend_in_blocks(query, key, value, call)
+        attn_output = self.mix(query, key, value, call)
         if self.weights is not None:
             assert hidden_states is not None
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
@@ -274,7 +306,20 @@ class InnerAttention(nn.Module):
             attn_output = part(attn_output, hidden_states)
         return attn_output
 
-    def _attend_in_blocks(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
+        """Return the normalised weights times the values: scores and normaliser stage, fused.
+
+        Args:
+            query: Prepared queries.
+            key: Prepared keys.
+            value: Values.
+            call: What ``check`` returned.
+
+        Returns:
+            One output per query and head.
+        """
+        if self.cap is None:
+            return self.normaliser.fused(query, key, value, call.mask, call.scale, call.dropout_p)
         values = repeat_heads(value, query.shape[1])
 
         def block(query: Tensor, start: int, stop: int) -> Tensor:
@@ -438,9 +483,7 @@ class Attention(nn.Module):
             key, value = kv_cache.update(key, value)
         if token_mask is None and context is not None:
             token_mask = torch.ones(1, query.shape[2], dtype=torch.bool, device=query.device)
-        call = self.inner.check(
-            query, key, value, hidden_states, attn_mask, attn_bias, is_causal, token_mask, None
-        )
+        call = self.inner.check(query, key, value, attn_mask, attn_bias, is_causal, token_mask)
         if need_weights:
             plain = attend_plainly(self.inner, query, key, value, hidden_states, call)
             return self._merge(plain.attn_output), plain.attn_weights

@@ -88,10 +88,9 @@ def reference_attention(
     Returns:
         The output and the weights.
     """
-    call = inner.check(
-        query, key, value, hidden_states, attn_mask, attn_bias, is_causal, token_mask, scale
-    )
+    inner.check_fit(query, key, value, hidden_states)
     query, key = inner.norm.prepare(query, key)
+    call = inner.check(query, key, value, attn_mask, attn_bias, is_causal, token_mask, scale)
     return attend_plainly(inner, query, key, value, hidden_states, call)
 
 

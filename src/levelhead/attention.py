@@ -186,7 +186,7 @@ class InnerAttention(nn.Module):
         Raises:
             ValueError: Shapes, dtypes or masks that do not fit, hidden states missing.
         """
-        query, key, value = _autocast(query, key, value)
+        query, key, value = to_autocast_dtype(query, key, value)
         self.check_fit(query, key, value, hidden_states)
         query, key = self.norm.prepare(query, key)
         if rope is not None:
@@ -474,7 +474,7 @@ class Attention(nn.Module):
         self.projections.ensure_derived(self._weights())
         query = self._project("q", hidden_states)
         key, value = self._project("k", source), self._project("v", source)
-        query, key, value = _autocast(query, key, value)
+        query, key, value = to_autocast_dtype(query, key, value)
         query, key = self.inner.norm.prepare(query, key)
         rope = self.rope if rope is None else rope
         if rope is not None:
@@ -549,8 +549,15 @@ def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:
         raise ValueError(complaint(rule, f"token_mask={describe(token_mask)}"))
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Bring tensors to the dtype autocast would give to a fused attention, if it is on."""
+def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Bring tensors to the dtype autocast would give to a fused attention, if it is on.
+
+    Args:
+        tensors: On one device.
+
+    Returns:
+        The tensors; float64 stays.
+    """
     device = tensors[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return list(tensors)

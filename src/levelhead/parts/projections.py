@@ -36,7 +36,31 @@ class Projections(Part):
         Returns:
             ``[..., H D]``.
         """
-        return F.linear(hidden_states, weight, bias)
+        return self.adjust(
+            which, F.linear(hidden_states, weight, bias), hidden_states, weight, bias
+        )
+
+    def adjust(
+        self,
+        which: str,
+        projected: Tensor,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        """Return what ``project`` would, given the plain projection a host has computed.
+
+        Args:
+            which: "q", "k" or "v".
+            projected: ``hidden_states @ weight^T + bias``.
+            hidden_states: ``[..., E]``.
+            weight: As torch stores it, ``[H D, E]``.
+            bias: ``[H D]`` or None.
+
+        Returns:
+            ``[..., H D]``.
+        """
+        return projected
 
     def derive(self, weights: dict[str, Tensor]) -> None:
         """Take from the initial weights what the part keeps of them.
@@ -84,10 +108,14 @@ class SpectralIdentity(Projections):
         super().__init__()
         self.strength, self.num_heads = float(strength), num_heads
 
-    def project(
-        self, which: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None
+    def adjust(
+        self,
+        which: str,
+        projected: Tensor,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
     ) -> Tensor:
-        projected = F.linear(hidden_states, weight, bias)
         if self.num_heads is None:
             return add_identity(projected, hidden_states, self.strength)
         return add_identity_per_head(
@@ -123,6 +151,17 @@ class SpectralSVD(DerivedProjections):
     ) -> Tensor:
         correction = self.get_buffer(f"{which}_correction").to(weight.dtype)
         return F.linear(hidden_states, weight + correction, bias)
+
+    def adjust(
+        self,
+        which: str,
+        projected: Tensor,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        correction = self.get_buffer(f"{which}_correction").to(weight.dtype)
+        return projected + F.linear(hidden_states, correction)
 
 
 def spectral(
@@ -220,3 +259,15 @@ class SigmaReparam(StepState, DerivedProjections):
         projected = F.linear(hidden_states, weight)
         projected = projected * self.ratio(which, weight).to(projected.dtype)
         return projected if bias is None else projected + bias.to(projected.dtype)
+
+    def adjust(
+        self,
+        which: str,
+        projected: Tensor,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        ratio = self.ratio(which, weight)
+        scaled = projected * ratio.to(projected.dtype)
+        return scaled if bias is None else scaled + ((1 - ratio) * bias).to(projected.dtype)

@@ -14,7 +14,15 @@ class DotProduct(Part):
 
     def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys as the dot product shall see them."""
-        return query, key
+        return self.prepare_query(query), self.prepare_key(key)
+
+    def prepare_query(self, query: Tensor) -> Tensor:
+        """Return queries as the dot product shall see them."""
+        return query
+
+    def prepare_key(self, key: Tensor) -> Tensor:
+        """Return keys as the dot product shall see them."""
+        return key
 
     def score_scale(self, scale: float) -> float:
         """Return the factor on the dot product, given the host's."""
@@ -36,22 +44,25 @@ class UnscaledNorm(DotProduct):
 class Quest(UnscaledNorm):
     """Unit keys, raw queries."""
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return query, normalize_keys(key, self.eps)
+    def prepare_key(self, key: Tensor) -> Tensor:
+        return normalize_keys(key, self.eps)
 
 
 class QueryNorm(UnscaledNorm):
     """Unit queries, raw keys."""
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return unit_rows(query, self.eps), key
+    def prepare_query(self, query: Tensor) -> Tensor:
+        return unit_rows(query, self.eps)
 
 
 class QueryKeyNorm(UnscaledNorm):
     """Unit queries and unit keys: every score in [-1, 1]."""
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return unit_rows(query, self.eps), unit_rows(key, self.eps)
+    def prepare_query(self, query: Tensor) -> Tensor:
+        return unit_rows(query, self.eps)
+
+    def prepare_key(self, key: Tensor) -> Tensor:
+        return unit_rows(key, self.eps)
 
 
 class QueryKeyNormHeadScale(QueryKeyNorm):
@@ -66,9 +77,8 @@ class QueryKeyNormHeadScale(QueryKeyNorm):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.head_scale, self.start)
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = super().prepare(query, key)
-        return scale_heads(query, self.head_scale), key
+    def prepare_query(self, query: Tensor) -> Tensor:
+        return scale_heads(super().prepare_query(query), self.head_scale)
 
 
 class QueryKeyNormDimensionScale(QueryKeyNorm):
@@ -85,9 +95,11 @@ class QueryKeyNormDimensionScale(QueryKeyNorm):
         nn.init.constant_(self.q_scale, self.start)
         nn.init.constant_(self.k_scale, self.start)
 
-    def prepare(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = super().prepare(query, key)
-        return scale_dimensions(query, self.q_scale), scale_dimensions(key, self.k_scale)
+    def prepare_query(self, query: Tensor) -> Tensor:
+        return scale_dimensions(super().prepare_query(query), self.q_scale)
+
+    def prepare_key(self, key: Tensor) -> Tensor:
+        return scale_dimensions(super().prepare_key(key), self.k_scale)
 
 
 class SoftCap(Part):

@@ -1,268 +1,57 @@
-"""How a converted timm attention runs: the host's own steps around this library's attention.
+"""How timm's attentions are made to run other attention: by a change of class."""
 
-Each class here is mixed in front of the host's class, so that parameters keep their names and
-what other code asks of the host (``set_window_size``, ``no_weight_decay``) still works.
-"""
+from levelhead.sites.class_swap import swap_back, swap_class
+from levelhead.sites.host import Host, Installed
+from levelhead.sites.sites import AttentionSite
+from levelhead.sites.timm_host_forward import FORWARDS
+from levelhead.variants import Variant
 
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from levelhead.sites.timm_host_channels import attend_over_channels
-from levelhead.sites.timm_host_projections import merge_heads, project_heads
-from levelhead.sites.timm_sites import MAX_LOG_SCALE
-
-SWIN_V2_BIAS_RANGE = 16.0
-"""Liu et al. 2022, Swin Transformer V2 (arXiv:2111.09883): 16 sigmoid(.) bounds the bias."""
-
-
-class TimmHost(nn.Module):
-    """What all converted timm attentions share: the steps after the attention."""
-
-    levelhead: Any
-
-    def finish(self, attn_output: Tensor, hidden_states: Tensor) -> Tensor:
-        """Merge heads, then the host's own norm, gate, output projection and dropout.
-
-        Args:
-            attn_output: ``[B, H, T, D]``.
-            hidden_states: Input of the attention, for the host's gate.
-
-        Returns:
-            ``[B, T, E]``.
-        """
-        host: Any = self
-        merged = merge_heads(attn_output)
-        if getattr(host, "norm", None) is not None:
-            merged = host.norm(merged)
-        if getattr(host, "gate", None) is not None:
-            merged = merged * host.gate(hidden_states).sigmoid()
-        output = host.proj(merged)
-        return host.proj_drop(output) if hasattr(host, "proj_drop") else output
-
-
-class PlainHost(TimmHost):
-    """``timm.layers.attention.Attention``: ViT, DeiT and most others."""
-
-    def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        """Attend; ``attn_mask`` as in torch's attention, and both masks apply."""
-        host: Any = self
-        query, key, value = project_heads(host, x)
-        query, key = host.q_norm(query), host.k_norm(key)
-        attn_output = host.levelhead.inner(
-            query, key, value, x, **split_mask(attn_mask), is_causal=is_causal
-        )
-        return self.finish(attn_output, x)
-
-
-class RotaryHost(TimmHost):
-    """``AttentionRope`` and ``EvaAttention``: the norm part comes before the rotation."""
-
-    def forward(
-        self,
-        x: Tensor,
-        rope: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-    ) -> Tensor:
-        """Attend; ``rope`` holds sines and cosines of all tokens but the prefix."""
-        host: Any = self
-        query, key, value = project_heads(host, x)
-        query, key = host.q_norm(query), host.k_norm(key)
-        attn_output = host.levelhead.inner(
-            query, key, value, x, **split_mask(attn_mask), is_causal=is_causal,
-            rope=None if rope is None else (lambda q, k: rotate(host, q, k, rope)),
-        )  # fmt: skip
-        return self.finish(attn_output, x)
-
-
-class SharedBiasHost(TimmHost):
-    """``timm.models.beit.Attention``: a bias of its own, one handed in, or both."""
-
-    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
-        """Attend with the sum of the biases."""
-        host: Any = self
-        bias = None
-        if host.relative_position_bias_table is not None:
-            bias = host._get_rel_pos_bias()
-        if shared_rel_pos_bias is not None:
-            bias = shared_rel_pos_bias if bias is None else bias + shared_rel_pos_bias
-        query, key, value = project_heads(host, x)
-        return self.finish(host.levelhead.inner(query, key, value, x, **split_mask(bias)), x)
-
-
-class RelativeBiasHost(TimmHost):
-    """``timm.models.vision_transformer_relpos.RelPosAttention``: its own bias goes before one
-    handed in."""
-
-    def forward(self, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        """Attend with the bias."""
-        host: Any = self
-        bias = shared_rel_pos if host.rel_pos is None else host.rel_pos.get_bias()
-        query, key, value = project_heads(host, x)
-        query, key = host.q_norm(query), host.k_norm(key)
-        return self.finish(host.levelhead.inner(query, key, value, x, **split_mask(bias)), x)
-
-
-class WindowHost(TimmHost):
-    """``timm.models.swin_transformer.WindowAttention``."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
-        host: Any = self
-        query, key, value = project_heads(host, x)
-        attn_output = host.levelhead.inner(
-            query, key, value, x,
-            attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
-        )  # fmt: skip
-        return self.finish(attn_output, x)
-
-
-class CosineWindowHost(TimmHost):
-    """``timm.models.swin_transformer_v2.WindowAttention``: cosines times a learned factor."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
-        host: Any = self
-        query, key, value = project_heads(host, x)
-        head_scale = torch.clamp(host.logit_scale, max=MAX_LOG_SCALE).exp()
-        query, key = F.normalize(query, dim=-1) * head_scale, F.normalize(key, dim=-1)
-        attn_output = host.levelhead.inner(
-            query, key, value, x,
-            attn_mask=window_mask(mask, x.shape[0]), attn_bias=continuous_position_bias(host),
-        )  # fmt: skip
-        return self.finish(attn_output, x)
-
-
-class BareWindowHost(TimmHost):
-    """``timm.models.davit.WindowAttention``: no bias, no mask."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend inside windows."""
-        query, key, value = project_heads(self, x)
-        return self.finish(self.levelhead.inner(query, key, value, x), x)
-
-
-class ClassHost(TimmHost):
-    """``timm.models.cait.ClassAttn``: only the class token asks."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend from the first token to all."""
-        asks = x[:, :1]
-        query, key, value = project_heads(self, asks, x)
-        return self.finish(self.levelhead.inner(query, key, value, asks), asks)
-
-
-class CrossCovarianceHost(TimmHost):
-    """``timm.models.xcit.XCA``: cosines of channels times a learned temperature."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend over the channels of each head."""
-        host: Any = self
-        query, key, value = project_heads(host, x)
-        query, key = F.normalize(query, dim=-2) * host.temperature, F.normalize(key, dim=-2)
-        attn_output = attend_over_channels(host.levelhead.inner, query, key, value, x)
-        return self.finish(attn_output, x)
-
-
-class ChannelHost(TimmHost):
-    """``timm.models.davit.ChannelAttention``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend over the channels of each head."""
-        query, key, value = project_heads(self, x)
-        attn_output = attend_over_channels(self.levelhead.inner, query, key, value, x)
-        return self.finish(attn_output, x)
-
-
-HOSTS: dict[str, type[TimmHost]] = {
-    "timm.layers.attention.Attention": PlainHost,
-    "timm.layers.attention.AttentionRope": RotaryHost,
-    "timm.models.eva.EvaAttention": RotaryHost,
-    "timm.models.beit.Attention": SharedBiasHost,
-    "timm.models.vision_transformer_relpos.RelPosAttention": RelativeBiasHost,
-    "timm.models.cait.ClassAttn": ClassHost,
-    "timm.models.swin_transformer.WindowAttention": WindowHost,
-    "timm.models.swin_transformer_v2.WindowAttention": CosineWindowHost,
-    "timm.models.xcit.XCA": CrossCovarianceHost,
-    "timm.models.davit.WindowAttention": BareWindowHost,
-    "timm.models.davit.ChannelAttention": ChannelHost,
+OVER_CHANNELS = {
+    "affine": "alpha and beta belong to a query token, and here the queries are channels",
+    "qknorm_ds": "it learns one gain per coordinate of the dot product, and here these are the "
+    "tokens of an image, whose number varies",
 }
-"""timm's classes by name, so that no model of timm is imported for the sake of another."""
+"""Terms that make no sense where the softmax runs over the channels of a head, and why."""
 
 
-def split_mask(mask: Tensor | None) -> dict[str, Tensor]:
-    """Tell torch's one mask argument apart: boolean (True = may attend) or added to the scores.
+class TimmHost(Host):
+    """timm: the module keeps its parameters and gets the forward of ``timm_host_forward``."""
 
-    Args:
-        mask: Of two to four axes, the last two being queries and keys, or None.
+    runs_projections = True
 
-    Returns:
-        ``attn_mask`` or ``attn_bias``, with two or four axes.
-    """
-    if mask is None:
-        return {}
-    mask = mask[None] if mask.ndim == 3 else mask
-    return {"attn_mask" if mask.dtype == torch.bool else "attn_bias": mask}
+    def refuses(self, site: AttentionSite, variant: Variant) -> str | None:
+        """Refuse a subclass with a forward of its own, and what needs tokens as queries."""
+        known = _known_class(site)
+        if type(site.module).forward is not known.forward:
+            return (
+                f"{type(site.module).__qualname__} has a forward of its own, which is not that of "
+                f"timm's {known.__qualname__}, so nothing is known of what it computes"
+            )
+        norm = variant.slot("norm")
+        if norm is not None and site.is_cosine:
+            return (
+                f"{norm.name}: {known.__qualname__} compares queries and keys of unit length "
+                "already, under a learned factor per head"
+            )
+        if site.kind not in ("cross_covariance", "channel"):
+            return None
+        refused = [term.name for term in variant.terms if term.name in OVER_CHANNELS]
+        return None if not refused else f"{refused[0]}: {OVER_CHANNELS[refused[0]]}"
 
+    def install(self, site: AttentionSite, installed: Installed) -> None:
+        """Add the child and change the class."""
+        super().install(site, installed)
+        swap_class(site.module, FORWARDS[_home(_known_class(site))])
 
-def window_mask(mask: Tensor | None, num_rows: int) -> Tensor | None:
-    """Say who may attend inside shifted windows.
-
-    timm adds -100 where tokens of a window do not belong together. It means "may not attend", and
-    is said so here, so that no variant reaches across.
-
-    Args:
-        mask: ``[windows, T, T]``, zero where a query may attend, or None.
-        num_rows: Images times windows.
-
-    Returns:
-        True = may attend, ``[images * windows, 1, T, T]``, or None.
-    """
-    if mask is None:
-        return None
-    return (mask == 0).repeat(num_rows // mask.shape[0], 1, 1).unsqueeze(1)
-
-
-def continuous_position_bias(host: Any) -> Tensor:
-    """Return the bias a Swin V2 window makes of its relative coordinates.
-
-        bias = 16 sigmoid(mlp(coordinates))
-
-    Args:
-        host: The attention.
-
-    Returns:
-        ``[1, H, T, T]``.
-    """
-    area = host.window_size[0] * host.window_size[1]
-    table = host.cpb_mlp(host.relative_coords_table).view(-1, host.num_heads)
-    bias = table[host.relative_position_index.view(-1)].view(area, area, -1)
-    return SWIN_V2_BIAS_RANGE * torch.sigmoid(bias.permute(2, 0, 1).contiguous()).unsqueeze(0)
+    def uninstall(self, site: AttentionSite) -> None:
+        """Take back the class and the child."""
+        swap_back(site.module)
+        super().uninstall(site)
 
 
-def rotate(host: Any, query: Tensor, key: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys as timm does, all tokens but the prefix.
+def _home(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
-    Args:
-        host: The attention.
-        query: ``[B, H, T, D]``.
-        key: ``[B, Hkv, T, D]``.
-        rope: Sines and cosines.
 
-    Returns:
-        The rotated rows in the dtype they came in.
-    """
-    from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-
-    prefix, half = host.num_prefix_tokens, getattr(host, "rotate_half", False)
-
-    def turn(rows: Tensor) -> Tensor:
-        turned = apply_rot_embed_cat(rows[:, :, prefix:], rope, half=half)
-        return torch.cat([rows[:, :, :prefix], turned], dim=2).type_as(rows)
-
-    return turn(query), turn(key)
+def _known_class(site: AttentionSite) -> type:
+    return next(cls for cls in type(site.module).__mro__ if _home(cls) in FORWARDS)

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from levelhead.parts.projections import WHICH, Projections
-from levelhead.sites.timm_sites import kind_of
 
 Rows = Float[Tensor, "B H T D"]
 
@@ -32,7 +31,7 @@ def project_heads(
     if getattr(host, "qkv", None) is not None and is_plain:
         thirds = _fused(host, hidden_states).unflatten(-1, (3, -1, head_dim))
         heads = thirds.permute(2, 0, 3, 1, 4).unbind(0)
-        query, key, value = (heads[role] for role in kind_of(host).roles)
+        query, key, value = (heads[role] for role in host.roles)
         return query, key, value
     sources = {"q": hidden_states, "k": context, "v": context}
     if is_plain:
@@ -68,7 +67,7 @@ def weights_of(host: Any) -> dict[str, tuple[Tensor, Tensor | None]]:
         layers: dict[str, Any] = {which: layer_of(host, which) for which in WHICH}
         return {which: (layer.weight, layer.bias) for which, layer in layers.items()}
     weights, biases = host.qkv.weight.chunk(3), _biases(host)
-    roles = zip(WHICH, kind_of(host).roles, strict=True)
+    roles = zip(WHICH, host.roles, strict=True)
     return {which: (weights[role], biases[role]) for which, role in roles}
 
 

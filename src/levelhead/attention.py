@@ -323,7 +323,9 @@ class InnerAttention(nn.Module):
         values = repeat_heads(value, query.shape[1])
 
         def block(query: Tensor, start: int, stop: int) -> Tensor:
-            return plain_weights(self, query, key, call.mask.rows(start, stop), call) @ values
+            mask = call.mask.rows(start, stop)
+            seen = slice(0, mask.num_keys)
+            return plain_weights(self, query, key[:, :, seen], mask, call) @ values[:, :, seen]
 
         return map_query_blocks(block, query)
 

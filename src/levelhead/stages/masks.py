@@ -103,17 +103,15 @@ class AttentionMask:
             stop: One past the last.
 
         Returns:
-            A mask with ``stop - start`` queries and as many keys as before.
+            A mask with ``stop - start`` queries; under causality it ends with the last key that
+            these queries may attend to.
         """
-        visible, bias = self.mask, self.bias
-        if self.is_causal:
-            offset = self.num_keys - self.num_queries
-            causal = _causal_rows(start + offset, stop + offset, self.num_keys, self.device)
-            visible = causal if visible is None else causal & _slice(visible, start, stop)
-        elif visible is not None:
-            visible = _slice(visible, start, stop)
-        bias = None if bias is None else _slice(bias, start, stop)
-        return AttentionMask(stop - start, self.num_keys, self.device, visible, bias)
+        last = self.num_keys - (self.num_queries - stop if self.is_causal else 0)
+        mask, bias = (
+            None if part is None else _block(part, start, stop, last)
+            for part in (self.mask, self.bias)
+        )
+        return AttentionMask(stop - start, last, self.device, mask, bias, self.is_causal)
 
     def keys(self) -> "AttentionMask":
         """Return the mask without its causality.
@@ -130,16 +128,9 @@ class AttentionMask:
         return all(t.shape[1] == 1 and t.shape[2] == 1 for t in parts)
 
 
-def _slice(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return tensor if tensor.shape[-2] == 1 else tensor[..., start:stop, :]
-
-
-def _causal_rows(
-    first: int, last: int, num_keys: int, device: torch.device | None
-) -> Bool[Tensor, "1 1 T S"]:
-    key_idx = torch.arange(num_keys, device=device)
-    last_key = torch.arange(first, last, device=device)[:, None]
-    return (key_idx <= last_key)[None, None]
+def _block(tensor: Tensor, start: int, stop: int, last: int) -> Tensor:
+    rows = tensor if tensor.shape[-2] == 1 else tensor[..., start:stop, :]
+    return rows if tensor.shape[-1] == 1 else rows[..., :last]
 
 
 def causal_mask(
@@ -157,8 +148,8 @@ def causal_mask(
     Returns:
         True = may attend.
     """
-    offset = num_keys - num_queries
-    return _causal_rows(offset, num_keys, num_keys, device)
+    last_key = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    return (torch.arange(num_keys, device=device) <= last_key)[None, None]
 
 
 def sliding_window_mask(

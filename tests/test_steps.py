@@ -152,6 +152,17 @@ def test_cross_attention_counts_every_query():
     torch.testing.assert_close(layer.inner.weights.alpha_mean, expected.detach())
 
 
+def test_more_queries_than_keys_count_every_query_that_attends():
+    inner = lh.track_steps(lh.InnerAttention("affine", embed_dim=E, num_heads=H))
+    query, key = torch.randn(2, H, T, 4), torch.randn(2, H, 2, 4)
+    hidden_states = torch.randn(2, T, E)
+    mask = torch.ones(2, 1, 1, 2, dtype=torch.bool)
+    mask[0] = False
+    inner(query, key, key, hidden_states, attn_mask=mask)
+    expected = (1 - RHO) * alphas(inner.weights, hidden_states)[1].mean(0)
+    torch.testing.assert_close(inner.weights.alpha_mean, expected.detach())
+
+
 def test_a_batch_of_padding_alone_leaves_the_mean_where_it_was():
     layer = lh.track_steps(lh.Attention(E, H, variant="affine"))
     layer(torch.randn(2, T, E))

@@ -349,7 +349,7 @@ def real_queries(mask: AttentionMask) -> Bool[Tensor, "#B T"] | None:
     """Guess which queries are tokens and not padding, in self-attention.
 
     A query is padding when it may attend to nothing, or when nobody may attend to its own key
-    (key ``S - T + t`` belongs to query t).
+    (key ``S - T + t`` belongs to query t; with fewer keys than queries no key does).
 
     Args:
         mask: What is visible.
@@ -363,6 +363,8 @@ def real_queries(mask: AttentionMask) -> Bool[Tensor, "#B T"] | None:
         keys = mask.keys().visible()
         assert keys is not None
         seen = keys.expand(-1, -1, -1, mask.num_keys)[:, 0, 0]
+        if mask.num_keys < mask.num_queries:
+            return seen.any(dim=-1, keepdim=True).expand(-1, mask.num_queries)
         return seen[:, mask.num_keys - mask.num_queries :]
     visible = mask.visible()
     assert visible is not None

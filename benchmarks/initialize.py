@@ -21,20 +21,20 @@ GPT2_WIDTH, GPT2_HEADS, GPT2_LAYERS = 1664, 26, 50  # 12 * width^2 * layers = 1.
 GPT2_BUILT = 2
 
 
-def vit_b() -> tuple[nn.Module, float]:
-    """ViT-B, 86 M parameters, whole."""
+def vit_b() -> tuple[nn.Module, int, float]:
+    """ViT-B, 86 M parameters, whole; its width, and how many times it repeats: once."""
     import timm
 
-    return timm.create_model("vit_base_patch16_224"), 1.0
+    return timm.create_model("vit_base_patch16_224"), 768, 1.0
 
 
-def gpt2() -> tuple[nn.Module, float]:
-    """A few of the attentions of a GPT-2 of 1.7 B parameters, and how many times they repeat."""
+def gpt2() -> tuple[nn.Module, int, float]:
+    """A few attentions of a GPT-2 of 1.7 B parameters, their width, and how often they repeat."""
     layers = (Attention(GPT2_WIDTH, GPT2_HEADS, qkv_bias=True) for _ in range(GPT2_BUILT))
-    return nn.ModuleList(layers), GPT2_LAYERS / GPT2_BUILT
+    return nn.ModuleList(layers), GPT2_WIDTH, GPT2_LAYERS / GPT2_BUILT
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, float]]] = {"vit_b": vit_b, "gpt2_1.7b": gpt2}
+MODELS: dict[str, Callable[[], tuple[nn.Module, int, float]]] = {"vit_b": vit_b, "gpt2_1.7b": gpt2}
 
 
 def measure(model_name: str, initializer: str) -> str:
@@ -47,14 +47,13 @@ def measure(model_name: str, initializer: str) -> str:
     Returns:
         One line.
     """
-    model, repeats = MODELS[model_name]()
+    model, width, repeats = MODELS[model_name]()
     initialize_(model, initializer)  # libraries load once
     wall, processor = time.perf_counter(), time.process_time()
     initialize_(model, initializer)
     wall, processor = time.perf_counter() - wall, time.process_time() - processor
     extra = peak_extra_bytes(lambda: initialize_(model, initializer))
-    width = model.embed_dim if model_name == "vit_b" else GPT2_WIDTH
-    layer_bytes = 12 * int(width) ** 2 * 4
+    layer_bytes = 12 * width**2 * 4
     return (
         f"{model_name:10} {initializer:28} {wall * repeats:7.2f} s wall "
         f"{processor * repeats:7.2f} s processor {extra / 2**20:7.1f} MiB extra "

@@ -68,6 +68,13 @@ def initialize_(
         and the stored matrix. Refused with a ``ValueError``: an unknown name or option, weights
         that are frozen, shared in part, without data or not floating point, and a host the method
         cannot serve.
+
+    Example:
+        >>> import torch, levelhead as lh
+        >>> layer = torch.nn.TransformerEncoderLayer(48, 3)
+        >>> report = lh.initialize_(layer, "conditioned", generator=torch.Generator())
+        >>> [(row.matrix, round(row.stored.kappa_max, 3)) for row in report.initialised]
+        [('q', 1.0), ('k', 1.0), ('v', 1.0)]
     """
     term, info = _parse(initializer, options)
     sites = find_attention(model)

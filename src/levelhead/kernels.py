@@ -106,6 +106,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sink_score, attn_bias, is_causal, scale, kernel):
+        query, key, value = (_dense_rows(rows) for rows in (query, key, value))
         output, lse, saved = kernel.forward(query, key, value, attn_bias, is_causal, scale)
         keep = _keep(lse, sink_score)
         tensors = [item for item in saved if isinstance(item, Tensor)]
@@ -129,12 +130,17 @@ class SinkAttention(torch.autograd.Function):
         along = (wide * output).sum(dim=-1, keepdim=True)
         lost = (1 - keep) * along
         grad_qkv = ctx.kernel.backward(
-            (wide * keep).to(grad.dtype), query, key, value, attn_bias,
-            (output - lost * _over_square(wide)).to(output.dtype), lse,
+            _dense_rows((wide * keep).to(grad.dtype)), query, key, value, attn_bias,
+            _dense_rows((output - lost * _over_square(wide)).to(output.dtype)), lse,
             ctx.is_causal, ctx.scale, saved,
         )  # fmt: skip
         grad_sink = -(keep * lost).sum(dim=(0, 2, 3)).to(sink_score.dtype)
         return *grad_qkv, grad_sink, None, None, None, None
+
+
+def _dense_rows(rows: Tensor) -> Tensor:
+    """Return rows with a dense last axis, which the kernels take for granted."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _keep(lse: Tensor, sink_score: Float[Tensor, " H"]) -> Float[Tensor, "B H T 1"]:

@@ -6,13 +6,6 @@ from levelhead.sites.sites import AttentionSite
 from levelhead.sites.timm_host_forward import FORWARDS
 from levelhead.variants import Variant
 
-OVER_CHANNELS = {
-    "affine": "alpha and beta belong to a query token, and here the queries are channels",
-    "qknorm_ds": "it learns one gain per coordinate of the dot product, and here these are the "
-    "tokens of an image, whose number varies",
-}
-"""Terms that make no sense where the softmax runs over the channels of a head, and why."""
-
 
 class TimmHost(Host):
     """timm: the module keeps its parameters and gets the forward of ``timm_host_forward``."""
@@ -20,23 +13,14 @@ class TimmHost(Host):
     runs_projections = True
 
     def refuses(self, site: AttentionSite, variant: Variant) -> str | None:
-        """Refuse a subclass with a forward of its own, and what needs tokens as queries."""
+        """Refuse a subclass with a forward of its own."""
         known = _known_class(site)
-        if type(site.module).forward is not known.forward:
-            return (
-                f"{type(site.module).__qualname__} has a forward of its own, which is not that of "
-                f"timm's {known.__qualname__}, so nothing is known of what it computes"
-            )
-        norm = variant.slot("norm")
-        if norm is not None and site.is_cosine:
-            return (
-                f"{norm.name}: {known.__qualname__} compares queries and keys of unit length "
-                "already, under a learned factor per head"
-            )
-        if site.kind not in ("cross_covariance", "channel"):
+        if type(site.module).forward is known.forward:
             return None
-        refused = [term.name for term in variant.terms if term.name in OVER_CHANNELS]
-        return None if not refused else f"{refused[0]}: {OVER_CHANNELS[refused[0]]}"
+        return (
+            f"{type(site.module).__qualname__} has a forward of its own, which is not that of "
+            f"timm's {known.__qualname__}, so nothing is known of what it computes"
+        )
 
     def install(self, site: AttentionSite, installed: Installed) -> None:
         """Add the child and change the class."""

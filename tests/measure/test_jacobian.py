@@ -284,11 +284,11 @@ def test_vit_base_head_by_lanczos_against_all_eigenvalues():
 
 
 @pytest.mark.slow
-def test_the_size_of_the_benchmark_against_autograd():
+def test_a_middling_head_against_autograd():
     generator = torch.Generator().manual_seed(0)
-    states = torch.nn.functional.layer_norm(torch.randn(65, 192, generator=generator), (192,))
-    weights = [0.07 * torch.randn(192, 32, generator=generator) for _ in range(3)]
-    exact = jacobian_condition(states, *weights, scale=32**-0.5, method="autograd")
+    states = torch.nn.functional.layer_norm(torch.randn(41, 97, generator=generator), (97,))
+    weights = [0.07 * torch.randn(97, 17, generator=generator) for _ in range(3)]
+    exact = jacobian_condition(states, *weights, scale=17**-0.5, method="autograd")
     for method in ("dense", "lanczos"):
-        found = jacobian_condition(states, *weights, scale=32**-0.5, method=method)
+        found = jacobian_condition(states, *weights, scale=17**-0.5, method=method)
         assert (found.kappa, found.rank) == pytest.approx((exact.kappa, exact.rank), rel=1e-8)

@@ -116,7 +116,7 @@ def local_lipschitz_bound(
 
         L <= sum_h ||W_O^h|| (||W_V^h|| + max_i theta_i |scale| rad(V)
                               (||W_Q^h|| rad(K) + ||q_i|| ||W_K^h||))
-        rad(Z) = max_j ||z_j - mean||
+        rad(Z) = max_j ||z_j - centre||,  of rows without bias, about their mean or about zero
 
     Args:
         hidden_states: ``[T, E]``, finite.
@@ -165,15 +165,16 @@ def _head_bound(head: AttentionHead, query: Tensor, key: Tensor, value: Tensor) 
     theta = torch.zeros(len(seen), dtype=torch.float64, device=seen.device)
     if bool(seen.any()):
         theta[seen] = sensitivity(linear.probabilities[seen]).upper.to(theta)
-    to_query = spectral_norm(query) * _radius(linear.key)
+    to_query = spectral_norm(query) * _radius(head.key_input[:, : len(key)] @ key)
     through_key = linear.query.norm(dim=1) * spectral_norm(key)
     steepest = (theta * abs(head.scale) * (to_query + through_key)).amax()
     return float(spectral_norm(value) + steepest * _radius(linear.value))
 
 
 def _radius(rows: Float[Tensor, "S D"]) -> Tensor:
-    """Largest distance of a row from the mean row."""
-    return (rows - rows.mean(0)).norm(dim=1).amax()
+    """Largest distance of a row from the mean row or from the origin, whichever is less."""
+    from_mean, from_origin = (rows - rows.mean(0)).norm(dim=1).amax(), rows.norm(dim=1).amax()
+    return torch.minimum(from_mean, from_origin)
 
 
 def finite_heads(

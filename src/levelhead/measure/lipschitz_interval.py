@@ -61,16 +61,16 @@ def lipschitz_found(
     rows = len(states)
     width = operator.shape[0] // rows
     generator = torch.Generator().manual_seed(rows)
+    directions = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    directions = directions.to(states.device)
     best = 0.0
-    for token in range(rows):
-        direction = torch.randn(width, generator=generator, dtype=torch.float64).to(states.device)
-        for _ in range(steps):
-            cotangent = states.new_zeros(rows, width)
-            cotangent[token] = direction
-            pulled = operator.adjoint(cotangent.flatten()).view_as(states)
-            step = torch.nn.functional.normalize(pulled, dim=1)
-            direction = operator.apply(step.flatten()).view(rows, width)[token]
-            best = max(best, float(direction.norm()))
+    for _ in range(steps):
+        cotangents = torch.diag_embed(directions.mT).movedim(0, 2).flatten(1)
+        pulled = torch.func.vmap(operator.adjoint)(cotangents).unflatten(1, states.shape)
+        tangents = torch.nn.functional.normalize(pulled, dim=2).flatten(1)
+        moved = torch.func.vmap(operator.apply)(tangents).unflatten(1, (rows, width))
+        directions = moved.diagonal(dim1=0, dim2=1).mT
+        best = max(best, float(directions.norm(dim=1).max()))
     return best * (states.shape[1] / width) ** 0.5
 
 

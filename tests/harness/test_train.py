@@ -98,16 +98,16 @@ def test_the_same_cell_gives_the_same_record(data, variant):
         assert record.pop("seconds") > 0
     assert records[0] == records[1]
     assert records[0]["curve"]["step"] == [1, 2, 3, 4, 5, 6]
-    assert [e["step"] for e in records[0]["evaluations"]] == [1, 2, 3, 4, 5]
+    assert [e["step"] for e in records[0]["evaluations"]] == [2, 4]
 
 
-def test_training_reaches_what_a_vit_should():
-    settings = resolve_task("digits", {"vit": {"embed_dim": 24, "num_heads": 2}}, steps=150)
-    record = train_cell(make_task(settings), cell())
-    assert record["final"]["accuracy_pct"] > 60
+def test_the_default_vit_reads_digits():
+    """At over 90 % the demo's comparison means something."""
+    record = train_cell(make_task(resolve_task("digits")), cell())
+    assert record["final"]["accuracy_pct"] > 90
     first, last = record["curve"]["train_loss_nats"][0], record["curve"]["train_loss_nats"][-1]
     assert first == pytest.approx(math.log(10), abs=0.15)
-    assert last < 1.2
+    assert last < 0.2
 
 
 def test_an_untrained_language_model_knows_nothing_about_bytes():

@@ -103,10 +103,10 @@ class RunFolder:
                 file.write(line.encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-        except OSError:
+        except OSError as error:
             if path.exists():
                 os.truncate(path, length)
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     def read_json(self, name: str) -> Any:
         """Read a JSON file of the folder.
@@ -159,9 +159,9 @@ def replace_bytes(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except OSError as error:
         beside.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def environment() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from levelhead.harness.tasks import Task
 from levelhead.initialize import initialize_
 
 BETAS = (0.9, 0.95)  # GPT-3's; the short trainings here want the shorter memory
-NUM_EVALUATIONS = 5
+NUM_EVALUATIONS = 3
 NUM_CURVE_POINTS = 60
 
 OnStep = Callable[[], None]

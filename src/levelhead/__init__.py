@@ -2,10 +2,15 @@
 
 from levelhead.attention import Attention, InnerAttention
 from levelhead.capture import capture
+from levelhead.convert import convert, restore
+from levelhead.convert_groups import no_weight_decay, parameter_groups
+from levelhead.convert_report import Conversion
 from levelhead.init.report import InitReport
 from levelhead.init.table import initializers
 from levelhead.initialize import initialize_
 from levelhead.reference import reference_attention
+from levelhead.register import register
+from levelhead.sites.combining import combinations
 from levelhead.sites.find import find_attention
 from levelhead.stages.masks import causal_mask, sliding_window_mask
 from levelhead.steps import track_steps
@@ -13,15 +18,22 @@ from levelhead.variants import parse_variant, variants
 
 __all__ = [
     "Attention",
+    "Conversion",
     "InitReport",
     "InnerAttention",
     "capture",
     "causal_mask",
+    "combinations",
+    "convert",
     "find_attention",
     "initialize_",
     "initializers",
+    "no_weight_decay",
+    "parameter_groups",
     "parse_variant",
     "reference_attention",
+    "register",
+    "restore",
     "sliding_window_mask",
     "track_steps",
     "variants",

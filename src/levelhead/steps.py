@@ -104,11 +104,26 @@ def track_steps(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, StepState):
             module.tracked = True
-        _remove(module._forward_pre_hooks, _begin_step)
-        _remove(module._forward_hooks, _end_step)
+    _stop_watching(model)
     model.register_forward_pre_hook(_begin_step)
     model.register_forward_hook(_end_step)
     return model
+
+
+def stop_tracking(model: nn.Module) -> None:
+    """Take back ``track_steps`` where nothing is left that keeps state.
+
+    Args:
+        model: The outermost module.
+    """
+    if not _states(model):
+        _stop_watching(model)
+
+
+def _stop_watching(model: nn.Module) -> None:
+    for module in model.modules():
+        _remove(module._forward_pre_hooks, _begin_step)
+        _remove(module._forward_hooks, _end_step)
 
 
 def _remove(hooks, hook) -> None:

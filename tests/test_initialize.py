@@ -2,6 +2,7 @@
 
 import copy
 import math
+import time
 
 import pytest
 import torch
@@ -375,6 +376,8 @@ def test_weight_selection_takes_a_state_dict_and_casts_once():
         ("weight_selection", {}, "weight_selection needs teacher"),
         ("weight_selection", {"teacher": 3}, "teacher must be a model or its state dict"),
         ("conditioned(value='eye')", {}, "unknown value 'eye'; known: fused, per_head"),
+        ("conditioned(gain=true)", {}, "gain must be a positive number or 'match', got gain=True"),
+        ("mimetic(qk_noise='much')", {}, "finite numbers, got noise='much', identity=0.7"),
     ],
 )
 def test_what_does_not_fit_is_refused(initializer, options, words):
@@ -403,6 +406,20 @@ def test_the_printed_report_has_one_line_per_matrix():
     assert lines[0].startswith("initialised with conditioned: 6 of 8 matrices of 2 attentions")
     assert len(lines) == 2 + 8
     assert lines[2].split()[:4] == ["transformer.h.0.attn", "q", "initialised", "float32"]
+
+
+@pytest.mark.slow
+def test_vit_b_takes_three_seconds_and_one_extra_layer():
+    from levelhead.bench.timing import peak_extra_bytes
+
+    timm = pytest.importorskip("timm")
+    torch.set_num_threads(1)
+    model = timm.create_model("vit_base_patch16_224")
+    seconds = time.process_time()
+    initialize_(model, "conditioned")
+    assert time.process_time() - seconds < 3
+    layer_bytes = 4 * sum(p.numel() for p in model.blocks[0].parameters())
+    assert peak_extra_bytes(lambda: initialize_(model, "conditioned")) < layer_bytes
 
 
 # What a batch shows -------------------------------------------------------------------------

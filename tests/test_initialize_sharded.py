@@ -1,6 +1,5 @@
 """Sharded parameters: every rank ends up with its part of one whole matrix."""
 
-import socket
 from functools import partial
 
 import pytest
@@ -17,14 +16,8 @@ pytestmark = pytest.mark.slow
 WORLD = 2
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def on_ranks(work, *arguments):
-    mp.spawn(partial(enter, work), (free_port(), *arguments), nprocs=WORLD, join=True)
+def on_ranks(port, work, *arguments):
+    mp.spawn(partial(enter, work), (port, *arguments), nprocs=WORLD, join=True)
 
 
 def enter(work, rank, port, *arguments):
@@ -108,17 +101,17 @@ def assert_errors_leave_the_shards(rank):
 
 
 @pytest.mark.parametrize("initializer", ["conditioned", "conditioned(gain='match')", "mimetic"])
-def test_shards_hold_the_matrices_of_one_process(initializer):
-    on_ranks(assert_equal_to_one_process, initializer)
+def test_shards_hold_the_matrices_of_one_process(initializer, free_port):
+    on_ranks(free_port, assert_equal_to_one_process, initializer)
 
 
-def test_rank_0_decides_where_seeds_differ():
-    on_ranks(assert_rank_0_decides)
+def test_rank_0_decides_where_seeds_differ(free_port):
+    on_ranks(free_port, assert_rank_0_decides)
 
 
-def test_weight_selection_reaches_shards():
-    on_ranks(assert_selected_like_one_process)
+def test_weight_selection_reaches_shards(free_port):
+    on_ranks(free_port, assert_selected_like_one_process)
 
 
-def test_an_exception_leaves_the_shards_as_they_were():
-    on_ranks(assert_errors_leave_the_shards)
+def test_an_exception_leaves_the_shards_as_they_were(free_port):
+    on_ranks(free_port, assert_errors_leave_the_shards)

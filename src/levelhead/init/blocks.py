@@ -1,6 +1,7 @@
 """Projections ``[E, H D]`` as blocks of heads, the draws that fill them, and their checks."""
 
 import math
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Float
@@ -70,6 +71,18 @@ def frobenius_norm(weight: Tensor) -> float:
     return float(torch.linalg.vector_norm(weight, dtype=torch.float64))
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number (a bool is none).
+
+    Args:
+        value: Anything.
+
+    Returns:
+        True for a finite int or float.
+    """
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+
+
 def apply_gain(weight: Tensor, host: Tensor, gain: float | str) -> Tensor:
     """Scale a fresh matrix by a number, or to the Frobenius norm of the one it replaces.
 
@@ -84,9 +97,8 @@ def apply_gain(weight: Tensor, host: Tensor, gain: float | str) -> Tensor:
         The scaled matrix.
     """
     if gain != "match":
-        factor = math.nan if isinstance(gain, str) else float(gain)
-        valid = math.isfinite(factor) and factor > 0
-        require(valid, "gain must be a positive number or 'match'", f"gain={gain!r}")
+        factor = gain if is_number(gain) else math.nan
+        require(factor > 0, "gain must be a positive number or 'match'", f"gain={gain!r}")
         return weight * factor
     norm = frobenius_norm(host)
     require(

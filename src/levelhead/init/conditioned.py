@@ -54,7 +54,7 @@ VALUE_IDENTITIES: dict[str, ValueIdentity] = {
 def conditioned(
     q_weight: Float[Tensor, "E HD"],
     k_weight: Float[Tensor, "Ekv HkvD"],
-    v_weight: Float[Tensor, "Ekv HkvD"],
+    v_weight: Float[Tensor, "Ekv HkvDv"],
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -100,7 +100,7 @@ def conditioned(
 def conditioned_(
     q_weight: Float[Tensor, "E HD"],
     k_weight: Float[Tensor, "Ekv HkvD"],
-    v_weight: Float[Tensor, "Ekv HkvD"],
+    v_weight: Float[Tensor, "Ekv HkvDv"],
     *,
     num_heads: int,
     num_kv_heads: int | None = None,

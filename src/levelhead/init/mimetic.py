@@ -9,11 +9,13 @@ from torch import Tensor
 from levelhead.init.blocks import (
     check_grouping,
     check_projection,
+    is_number,
     merge_heads,
     split_heads,
     standard_normal,
 )
 from levelhead.linalg import orthogonal_factor
+from levelhead.shapes import require
 
 QK_NOISE, QK_IDENTITY = 0.7, 0.7
 VO_NOISE, VO_IDENTITY = 0.4, -0.4
@@ -43,6 +45,11 @@ def mimetic_target(
     Returns:
         The target, in float32 or wider.
     """
+    require(
+        is_number(noise) and is_number(identity),
+        "the factors of noise and identity must be finite numbers",
+        f"noise={noise!r}, identity={identity!r}",
+    )
     target = standard_normal((rows, columns), like, generator) * (noise / math.sqrt(rows))
     target.diagonal().add_(identity)
     return target
@@ -134,8 +141,8 @@ def mimetic_qk(
 
 @torch.no_grad()
 def mimetic_vo(
-    v_weight: Float[Tensor, "Ekv HkvD"],
-    o_weight: Float[Tensor, "HD E"],
+    v_weight: Float[Tensor, "Ekv HkvDv"],
+    o_weight: Float[Tensor, "HDv E"],
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
@@ -180,8 +187,8 @@ def mimetic_vo(
 def mimetic_(
     q_weight: Float[Tensor, "E HD"],
     k_weight: Float[Tensor, "Ekv HkvD"],
-    v_weight: Float[Tensor, "Ekv HkvD"],
-    o_weight: Float[Tensor, "HD E"],
+    v_weight: Float[Tensor, "Ekv HkvDv"],
+    o_weight: Float[Tensor, "HDv E"],
     *,
     num_heads: int,
     num_kv_heads: int | None = None,

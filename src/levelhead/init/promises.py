@@ -85,7 +85,7 @@ def _residual(gram: Float[Tensor, "H D D"]) -> float:
 
 
 @torch.no_grad()
-def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D E"]) -> ProductFacts:
+def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D Eout"]) -> ProductFacts:
     """Measure ``left @ right`` head by head without forming the products.
 
         sum_ij (L R)_ij^2 = <L^T L, R R^T>,    (L R)_ii = sum_d L_id R_di

@@ -310,6 +310,18 @@ def test_a_frozen_weight_that_is_not_touched_does_not_matter():
         initialize_(model, "orthogonal")
 
 
+def test_only_the_sites_asked_for_are_touched():
+    model = HOSTS["gpt2"].build()
+    before = matrices(model)
+    report = initialize_(model, "conditioned", sites=find_attention(model)[1:])
+    after = matrices(model)
+    assert_same(before[:1], after[:1])
+    assert torch.equal(after[1].v_weight, torch.eye(30))
+    assert {row.site for row in report.matrices} == {"transformer.h.1.attn"}
+    with pytest.raises(ValueError, match="at least one attention"):
+        initialize_(model, "conditioned", sites=[])
+
+
 def test_tied_attentions_are_initialised_once():
     model = nn.ModuleList(Attention(28, 4) for _ in range(3))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):

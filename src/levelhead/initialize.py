@@ -37,6 +37,7 @@ def initialize_(
     initializer: str = "conditioned",
     *,
     generator: torch.Generator | None = None,
+    sites: Sequence[AttentionSite] | None = None,
     batch: Any = None,
     include_frozen: bool = False,
     **options: Any,
@@ -56,6 +57,7 @@ def initialize_(
         initializer: A name of ``levelhead.initializers()`` with options, for example
             ``"conditioned(value='per_head')"``.
         generator: Random source; None uses torch's global one.
+        sites: Some of ``find_attention(model)``, or those of modules of your own; all by default.
         batch: One batch (a mapping of keyword arguments, a tuple of positional ones, or the one
             argument); with it the report also shows the scores' spread and the entropy of every
             attention before and after.
@@ -78,7 +80,8 @@ def initialize_(
         [('q', 1.0), ('k', 1.0), ('v', 1.0)]
     """
     term, info = _parse(initializer, options)
-    sites = find_attention(model)
+    sites = find_attention(model) if sites is None else list(sites)
+    require(len(sites) > 0, "sites must name at least one attention", "sites=[]")
     job = Job(model, sites, info, dict(term.options), generator, include_frozen)
     _check_sites(job)
     before = _effects(job, batch)

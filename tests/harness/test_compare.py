@@ -11,7 +11,12 @@ from levelhead.harness.compare import compare, step_times
 from levelhead.harness.config import DEFAULT_VARIANTS, Cell, CompareSettings, cells
 from levelhead.harness.reading import read_task
 from levelhead.harness.statistics import paired_difference
-from levelhead.harness.tasks import make_task, resolve_task
+from levelhead.harness.tasks import (
+    ImageClassification,
+    LanguageModelling,
+    make_task,
+    resolve_task,
+)
 
 TINY = {"vit": {"embed_dim": 12, "num_heads": 2, "num_layers": 1}}
 
@@ -233,6 +238,15 @@ def test_words_follow_the_interval():
     assert "precondition: +1.00 points in each of 3 pairs, so chance cannot be estimated" in text
     assert "3 seeds are few" in text
     assert "corrected for that (Holm): quest, spectral stand." in text
+
+
+def test_better_is_up_for_accuracy_and_down_for_bits():
+    up = paired_difference([1.0, 1.1, 1.2])
+    assert compare_module.verdict(up, ImageClassification.metric) == "better"
+    assert compare_module.verdict(up, LanguageModelling.metric) == "worse"
+    down = paired_difference([-1.0, -1.1, -1.2])
+    assert compare_module.verdict(down, ImageClassification.metric) == "worse"
+    assert compare_module.verdict(down, LanguageModelling.metric) == "better"
 
 
 def test_one_seed_claims_nothing():

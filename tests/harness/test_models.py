@@ -14,9 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from levelhead.attention import Attention
 from levelhead.harness.models.blocks import INIT_STD, PostNormBlock, PreNormBlock
-from levelhead.harness.models.gpt import GPT, GPTConfig, GrowingCache
+from levelhead.harness.models.cache import GrowingCache
+from levelhead.harness.models.gpt import GPT, GPTConfig
 from levelhead.harness.models.positions import POSITIONS, WAVELENGTH_BASE, make_positions
 from levelhead.harness.models.vit import ViT, ViTConfig
+from levelhead.harness.seeding import paired_init_
 
 SMALL_GPT = {"vocab_size": 31, "context_length": 11, "embed_dim": 12, "num_heads": 2}
 SMALL_VIT = {"image_size": 6, "patch_size": 2, "num_classes": 7, "embed_dim": 12, "num_heads": 3}
@@ -212,6 +214,21 @@ def test_vit_starts_as_timms_does():
             assert parameter.std().item() == pytest.approx(INIT_STD, rel=0.06), name
     assert model.cls_token.abs().max() < 1e-5
     assert model.positions.table.std().item() == pytest.approx(INIT_STD, rel=0.06)
+
+
+@pytest.mark.parametrize("variant", ["softmax", "affine + gate", "spectral(form='svd')"])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_models_are_built_on_the_meta_device_and_started_later(positions, variant):
+    config = GPTConfig(**SMALL_GPT, positions=positions, variant=variant)
+    with torch.device("meta"):
+        late = GPT(config)
+    early = GPT(config)
+    late.to_empty(device="cpu")
+    late.head.weight = late.token_embed.weight
+    for model in (early, late):
+        paired_init_(model, 5)
+    tokens = torch.randint(31, (2, 11))
+    assert torch.equal(early.eval()(tokens), late.eval()(tokens))
 
 
 def test_heads_are_tied_only_on_request():

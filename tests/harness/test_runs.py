@@ -88,6 +88,13 @@ def test_a_grid_may_grow_but_not_change(tmp_path):
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == config
 
 
+def test_data_of_the_same_name_are_not_mixed_up(tmp_path):
+    run = RunFolder(tmp_path)
+    run.open_grid(GRID | {"tasks": [{"data": "here/text.txt", "steps": 7}]})
+    with pytest.raises(ValueError, match=r"text.txt with data=here/text.txt: .* data=there/text"):
+        run.open_grid(GRID | {"tasks": [{"data": "there/text.txt", "steps": 7}]})
+
+
 def test_a_foreign_config_is_not_overwritten(tmp_path):
     for foreign in ("someone: else\n", "not: [yaml", "- a\n- list\n"):
         (tmp_path / "config.yaml").write_text(foreign)

@@ -24,6 +24,18 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+def task_name(data: str) -> str:
+    """Return how tables and records call the task on some data.
+
+    Args:
+        data: Name or path.
+
+    Returns:
+        The name, or the last part of the path.
+    """
+    return Path(data).name or data
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -55,7 +67,7 @@ class TaskSettings(_Strict):
     @property
     def name(self) -> str:
         """How tables and records call the task."""
-        return Path(self.data).name or self.data
+        return task_name(self.data)
 
 
 class CompareSettings(_Strict):

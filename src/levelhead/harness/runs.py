@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import yaml
 
+from levelhead.harness.config import task_name
 from levelhead.shapes import require
 
 VERSIONS = ("levelhead", "commit", "torch")  # what a cell's numbers may depend on
@@ -221,6 +222,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         f"{path} must be the config of a run",
         "something else; give another --out",
     )
+    assert isinstance(config, dict)
     return config
 
 
@@ -236,23 +238,24 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_tasks(path: Path, before: list[dict], now: list[dict]) -> None:
-    old = {task["data"]: task for task in before}
+    old = {task_name(task["data"]): task for task in before}
     for task in now:
+        name = task_name(task["data"])
         for key, value in task.items():
-            past = old.get(task["data"], task).get(key)
+            past = old.get(name, task).get(key)
             require(
                 past == value,
-                f"{path} holds trainings of {task['data']} with {key}={past}: "
-                "one folder has one setting",
+                f"{path} holds trainings of {name} with {key}={past}: one folder has one setting",
                 f"{key}={value}",
                 "the old setting, or another --out",
             )
 
 
 def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    known = {task["data"] for task in before["tasks"]}
+    known = {task_name(task["data"]) for task in before["tasks"]}
+    new = [task for task in now["tasks"] if task_name(task["data"]) not in known]
     return {
-        "tasks": before["tasks"] + [task for task in now["tasks"] if task["data"] not in known],
+        "tasks": before["tasks"] + new,
         "variants": list(dict.fromkeys([*before["variants"], *now["variants"]])),
         "inits": list(dict.fromkeys([*before["inits"], *now["inits"]])),
         "seeds": max(before["seeds"], now["seeds"]),

@@ -7,9 +7,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from levelhead.attention import Attention
+from levelhead.harness.models.positions import RotaryPositions, SinusoidalPositions
+from levelhead.parts.base import Part
 from levelhead.shapes import require_known
 
 INIT_STD = 0.02  # BERT, GPT-2, ViT/DeiT and timm all start their linear layers here
+
+RESET_THEMSELVES = (nn.LayerNorm, nn.Conv2d, Part, SinusoidalPositions, RotaryPositions)
+"""Modules whose own ``reset_parameters`` is the start that both models want."""
 
 
 class MLP(nn.Sequential):

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from levelhead.harness.models.blocks import (
     INIT_STD,
+    RESET_THEMSELVES,
     final_norm,
     make_blocks,
     normal_linear_,
     residual_std,
 )
+from levelhead.harness.models.cache import GrowingCache
 from levelhead.harness.models.positions import POSITIONS, LearnedPositions, make_positions
-from levelhead.parts.base import Part
 from levelhead.shapes import require, require_divides, require_known
 from levelhead.steps import track_steps
 
@@ -59,27 +60,6 @@ class GPTConfig:
         require(self.num_layers >= 1, "num_layers must be at least 1", f"{self.num_layers}")
         require(self.context_length >= 1, "context_length must be at least 1",
                 f"{self.context_length}")  # fmt: skip
-
-
-class GrowingCache:
-    """The keys and values of one block so far."""
-
-    def __init__(self):
-        self.key: Tensor | None = None
-        self.value: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens held."""
-        return 0 if self.key is None else self.key.shape[2]
-
-    def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``[B, Hkv, T, D]`` and return all of them, ``[B, Hkv, S, D]``."""
-        if self.key is not None and self.value is not None:
-            key = torch.cat([self.key, key], dim=2)
-            value = torch.cat([self.value, value], dim=2)
-        self.key, self.value = key, value
-        return key, value
 
 
 class GPT(nn.Module):
@@ -175,7 +155,7 @@ class GPT(nn.Module):
             normal_linear_(module, std)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=INIT_STD)
-        elif isinstance(module, nn.LayerNorm | Part):
+        elif isinstance(module, RESET_THEMSELVES):
             module.reset_parameters()
         elif isinstance(module, LearnedPositions):
             nn.init.normal_(module.table, std=INIT_STD)

@@ -45,9 +45,15 @@ class SinusoidalPositions(nn.Module):
 
     def __init__(self, num_positions: int, embed_dim: int, head_dim: int):
         super().__init__()
-        angles = _angles(num_positions, embed_dim)
+        table = torch.empty(num_positions, embed_dim)
+        self.register_buffer("table", table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the table, which the state dict leaves out."""
+        angles = _angles(*self.table.shape)
         table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)
-        self.register_buffer("table", table[:, :embed_dim], persistent=False)
+        self.table.copy_(table[:, : self.table.shape[1]])
 
     def forward(
         self, hidden_states: Float[Tensor, "B T E"], first: int = 0
@@ -74,9 +80,16 @@ class RotaryPositions(nn.Module):
     def __init__(self, num_positions: int, embed_dim: int, head_dim: int):
         super().__init__()
         require(head_dim % 2 == 0, "rotary positions need an even head_dim", f"{head_dim=}")
-        angles = _angles(num_positions, head_dim)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name in ("cos", "sin"):
+            table = torch.empty(num_positions, head_dim // 2)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the tables, which the state dict leaves out."""
+        angles = _angles(self.cos.shape[0], 2 * self.cos.shape[1])
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(
         self, hidden_states: Float[Tensor, "B T E"], first: int = 0
@@ -136,5 +149,4 @@ def make_positions(
 
 def _angles(num_positions: int, width: int) -> Float[Tensor, "N R"]:
     frequencies = WAVELENGTH_BASE ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)
-    return angles.to(torch.get_default_dtype())
+    return torch.outer(torch.arange(num_positions, dtype=torch.float64), frequencies)

@@ -6,9 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from levelhead.harness.models.blocks import INIT_STD, final_norm, make_blocks, normal_linear_
+from levelhead.harness.models.blocks import (
+    INIT_STD,
+    RESET_THEMSELVES,
+    final_norm,
+    make_blocks,
+    normal_linear_,
+)
 from levelhead.harness.models.positions import LearnedPositions, make_positions
-from levelhead.parts.base import Part
 from levelhead.shapes import require, require_divides, require_known
 from levelhead.steps import track_steps
 
@@ -130,7 +135,7 @@ class ViT(nn.Module):
         """
         if isinstance(module, nn.Linear):
             normal_linear_(module, INIT_STD, truncated=True)
-        elif isinstance(module, nn.LayerNorm | nn.Conv2d | Part):
+        elif isinstance(module, RESET_THEMSELVES):
             module.reset_parameters()
         elif isinstance(module, LearnedPositions):
             nn.init.trunc_normal_(module.table, std=INIT_STD)

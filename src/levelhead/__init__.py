@@ -4,6 +4,7 @@ from levelhead.attention import Attention, InnerAttention
 from levelhead.capture import capture
 from levelhead.convert import convert, restore
 from levelhead.convert_groups import no_weight_decay, parameter_groups
+from levelhead.convert_merge import Merge, merge_
 from levelhead.convert_report import Conversion
 from levelhead.init.report import InitReport
 from levelhead.init.table import initializers
@@ -21,6 +22,7 @@ __all__ = [
     "Conversion",
     "InitReport",
     "InnerAttention",
+    "Merge",
     "capture",
     "causal_mask",
     "combinations",
@@ -28,6 +30,7 @@ __all__ = [
     "find_attention",
     "initialize_",
     "initializers",
+    "merge_",
     "no_weight_decay",
     "parameter_groups",
     "parse_variant",

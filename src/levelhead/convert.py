@@ -164,11 +164,9 @@ def _install_all(
     """Install every plan, or leave the model as it was."""
     with ExitStack() as undo:
         for plan in plans:
-            undo.callback(_uninstall, plan.site, plan.host)
-            plan.host.install(plan.site, plan.installed)
-            if needs_hooks(plan.installed) and not plan.host.runs_projections:
-                add_hooks(plan.site, plan.installed)
-        for host, own in _by_host(sites):
+            undo.callback(uninstall, plan.site, plan.host)
+            install(plan.site, plan.host, plan.installed)
+        for host, own in by_host(sites):
             undo.callback(host.leave, model, own)
             host.enter(model, own, variant)
         for plan in plans:
@@ -180,13 +178,39 @@ def _install_all(
         undo.pop_all()
 
 
-def _uninstall(site: AttentionSite, host: Host) -> None:
+def install(site: AttentionSite, host: Host, installed: Installed) -> None:
+    """Let one attention run what was built for it.
+
+    Args:
+        site: Where.
+        host: Its host.
+        installed: What.
+    """
+    host.install(site, installed)
+    if needs_hooks(installed) and not host.runs_projections:
+        add_hooks(site, installed)
+
+
+def uninstall(site: AttentionSite, host: Host) -> None:
+    """Undo ``install``.
+
+    Args:
+        site: Where.
+        host: Its host.
+    """
     remove_hooks(site)
     host.uninstall(site)
 
 
-def _by_host(sites: list[AttentionSite]) -> list[tuple[Host, list[AttentionSite]]]:
-    """Return each kind of host once, with its sites."""
+def by_host(sites: list[AttentionSite]) -> list[tuple[Host, list[AttentionSite]]]:
+    """Return each kind of host that runs a converted attention, with all of its sites.
+
+    Args:
+        sites: All sites of a model.
+
+    Returns:
+        Hosts and their sites.
+    """
     groups: dict[type[Host], tuple[Host, list[AttentionSite]]] = {}
     for site in sites:
         host = host_of(site)
@@ -262,7 +286,7 @@ def restore(
     sites = find_attention(model, readers=readers, ignore=ignore)
     converted = [site for site in sites if installed_in(site.module) is not None]
     require(bool(converted), "restore needs a converted model", f"a {type(model).__name__}")
-    for host, own in _by_host(sites):
+    for host, own in by_host(sites):
         host.leave(model, own)
     restored = []
     for site in converted:
@@ -270,7 +294,7 @@ def restore(
         if installed is None or host is None:
             continue  # a neighbour that the host put into order in ``leave``
         multiply(factored(site, installed.factor_on), 1 / installed.factor)
-        _uninstall(site, host)
+        uninstall(site, host)
         restored.append(site.name)
     stop_tracking(model)
     return restored

@@ -36,7 +36,10 @@ class LayerChange:
         """Say whether the layer computes what it did."""
         if self.moved is None:
             return "not probed"
-        return "preserved" if self.moved < LEAST_MOVE else f"moved by {self.moved:.1%}"
+        if self.moved < LEAST_MOVE:
+            return "preserved"
+        percent = 100 * self.moved
+        return f"moved by {percent:.0f} %" if percent >= 10 else f"moved by {percent:.2g} %"
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ class _Watch:
         call_idx, self.calls[self.site.name] = self.num_calls, self.num_calls + 1
         found = vars(seen.with_four_axes(self.site.num_heads))
         found = {name: _detached(value) for name, value in found.items()}
-        hidden_states = _detached(self.hidden_states)
+        hidden_states = _tokens(_detached(self.hidden_states))
         with _without_autocast(seen.query.device.type):
             self.on_attention(
                 AttentionCall(self.site, call_idx, hidden_states=hidden_states, **found)
@@ -232,6 +232,13 @@ def _without_autocast(device: str) -> Iterator[None]:
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     candidates = (kwargs.get("hidden_states"), *args, *kwargs.values())
     return next((value for value in candidates if isinstance(value, Tensor)), None)
+
+
+def _tokens(hidden_states: Tensor | None) -> Tensor | None:
+    """``[B, T, E]`` also of images ``[B, height, width, E]`` and packed tokens ``[T, E]``."""
+    if hidden_states is None or hidden_states.ndim < 2:
+        return None
+    return hidden_states[None] if hidden_states.ndim == 2 else hidden_states.flatten(1, -2)
 
 
 def _detached(value: Any) -> Any:

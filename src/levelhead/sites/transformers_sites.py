@@ -5,6 +5,7 @@ transformers itself is never imported: a class is recognised by its code, a layo
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +44,10 @@ INTERLEAVED = ("query_key_value",)
 GATED_QUERY = frozenset({"Qwen3NextAttention", "Qwen3_5Attention", "Qwen3_5MoeAttention"})
 """Their ``q_proj`` holds, head by head, the query and the logits of a gate."""
 
-Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "q_layer_norm")
-K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_layer_norm")
+Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "q_layer_norm", "qk_norm")
+K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "k_layer_norm", "qk_norm")
+VALUE_CHANGES = ("v_norm", "v_scale")
+"""What makes the values something else than the stored projection; refused."""
 OTHER_PARTS = ("sinks", "relative_attention_bias", "q_attn", "attn_sub_norm", "LayerNorm")
 EXTRA_PARTS = {"NystromformerSelfAttention": ("conv",)}
 PARTS = frozenset(
@@ -90,6 +93,7 @@ def read_transformers(name: str, module: nn.Module, model: nn.Module) -> Attenti
     if not (made_by(module, HOME) and (goes_through_interface(module) or _runs_itself(module))):
         return None
     check_accounted(name, module, PARTS | set(EXTRA_PARTS.get(type(module).__name__, ())))
+    _check_values(name, module)
     sizes = _sizes(name, module)
     q, k, v = _projections(name, module, sizes)
     is_cross = _is_cross(name, module)
@@ -199,10 +203,25 @@ def _output(name: str, module: nn.Module, model: nn.Module) -> Projection | None
     return linear(dense) if isinstance(dense, nn.Linear) else None
 
 
+SCALES: dict[str, Callable[[Any, Sizes], float]] = {
+    "NystromformerSelfAttention": lambda module, sizes: sizes.head_dim**-0.5,
+    "ModernBertAttention": lambda module, sizes: sizes.head_dim**-0.5,
+    "EsmSelfAttention": lambda module, sizes: module.scaling * sizes.head_dim**-0.5,
+    "OpenAIPrivacyFilterAttention": lambda module, sizes: module.scaling**2,
+}
+"""Classes whose attribute is not their factor on the dot product: they scale q, or q and k."""
+
+
 def _scale(name: str, module: nn.Module, sizes: Sizes) -> float:
-    if _runs_itself(module):
-        return sizes.head_dim**-0.5  # both q and k are divided by head_dim ** (1 / 4)
-    return real_scale(name, module)
+    rule = SCALES.get(type(module).__name__)
+    return real_scale(name, module) if rule is None else rule(module, sizes)
+
+
+def _check_values(name: str, module: nn.Module) -> None:
+    for change in VALUE_CHANGES:
+        found = getattr(module, change, None)
+        if isinstance(found, nn.Module) or (found is not None and found != 1.0):
+            refuse(name, module, f"it changes its values by {change}")
 
 
 def _kind(module: nn.Module, is_cross: bool) -> str:

@@ -27,6 +27,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 EXACT_KEYS = 18  # rows with at most so many positive weights are enumerated: 2^9 x 2^8 sums
+_FREE_SIGNS = 12  # signs tried for rows whose head no greedy sum settles: 2^6 x 2^6 sums
+_SHORT_ROW = 128  # atoms above the resolution up to which that is tried
 _REACH_ROWS = 128  # rows whose dense sets are followed together
 
 
@@ -124,7 +126,12 @@ class _Layout:
 
 def _distance_to_zero(layout: _Layout, resolution: float) -> Float[Tensor, " R"]:
     """The exact imbalance, or 0 where it is proved to be at most the resolution."""
-    distance = _close(layout, *_greedy_head(layout))
+    head_sum = _greedy_sum(layout, layout.head_end)[:, None]
+    distance = _close(layout, head_sum, head_sum)
+    short = ((distance > 0) & (layout.head_end > 1) & (layout.bulk_end <= _SHORT_ROW)).nonzero()
+    short = short[:, 0]
+    if len(short):
+        distance[short[_last_signs_reach_zero(layout.rows(short), resolution)]] = 0
     open_rows = ((distance > 0) & (layout.head_end > 1)).nonzero()[:, 0]
     open_rows = open_rows[layout.head_end[open_rows].argsort()]
     for rows in open_rows.split(_REACH_ROWS) if len(open_rows) else ():
@@ -132,15 +139,28 @@ def _distance_to_zero(layout: _Layout, resolution: float) -> Float[Tensor, " R"]
     return distance
 
 
-def _greedy_head(layout: _Layout) -> tuple[Float[Tensor, "R 1"], Float[Tensor, "R 1"]]:
-    """One signed sum of the head: each atom pulls the sum back over zero."""
-    depth = int(layout.head_end.max())
+def _greedy_sum(layout: _Layout, end: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """One signed sum of the atoms before ``end``: each pulls the sum back over zero."""
+    depth = int(end.max())
     columns = layout.atoms[:, :depth].t().contiguous()
     total = torch.zeros_like(layout.up_to[:, 0])
     for index in range(depth):
-        pulled = (total - columns[index]).abs()
-        total = torch.where(index < layout.head_end, pulled, total)
-    return total[:, None], total[:, None]
+        total = torch.where(index < end, (total - columns[index]).abs(), total)
+    return total
+
+
+def _last_signs_reach_zero(layout: _Layout, resolution: float) -> Bool[Tensor, " R"]:
+    """Sign the larger atoms greedily and try all signs of the last ones of the bulk.
+
+    A sum within the resolution stays there: the tail only pulls it towards zero. For a row
+    without structure this nearly always succeeds; where it fails nothing is concluded.
+    """
+    start = (layout.bulk_end - _FREE_SIGNS).clamp(min=0)
+    index = start[:, None] + torch.arange(_FREE_SIGNS, device=start.device)
+    inside = index < layout.bulk_end[:, None]
+    last = layout.atoms.gather(1, index.clamp(max=layout.atoms.shape[1] - 1)) * inside
+    target = _greedy_sum(layout, start)
+    return _closest(last[:, 0::2], last[:, 1::2], target) <= resolution
 
 
 def _close(
@@ -228,17 +248,24 @@ def _prune(
 
 
 def _enumerate(atoms: Float[Tensor, "R S"]) -> Float[Tensor, " R"]:
-    """All signs of at most ``EXACT_KEYS`` atoms, met in the middle."""
-    left = _signed_sums(atoms[:, 0::2])[:, ::2]  # half of it: the first sign may be positive
-    right = sort_rows(_signed_sums(atoms[:, 1::2]))
-    after = torch.searchsorted(right, -left).clamp(max=right.shape[1] - 1)
-    candidates = [left + right.gather(1, at) for at in (after, (after - 1).clamp(min=0))]
-    return torch.cat(candidates, -1).abs().amin(-1)
+    """The imbalance of at most ``EXACT_KEYS`` atoms."""
+    return _closest(atoms[:, 2::2], atoms[:, 1::2], atoms[:, 0])
+
+
+def _closest(
+    left: Float[Tensor, "R M"], right: Float[Tensor, "R N"], target: Float[Tensor, " R"]
+) -> Float[Tensor, " R"]:
+    """The smallest |target + signed sum of left + signed sum of right|, met in the middle."""
+    wanted = target[:, None] + _signed_sums(left)
+    sums = sort_rows(_signed_sums(right))
+    after = torch.searchsorted(sums, wanted).clamp(max=sums.shape[1] - 1)
+    nearest = [(wanted - sums.gather(1, at)).abs() for at in (after, (after - 1).clamp(min=0))]
+    return torch.cat(nearest, -1).amin(-1)
 
 
 def _signed_sums(atoms: Float[Tensor, "R N"]) -> Float[Tensor, "R M"]:
-    """The sums under all 2^N signs; the sign of the first atom changes fastest."""
+    """The sums under all 2^N signs."""
     sums = atoms.new_zeros(len(atoms), 1)
-    for atom in atoms.flip(-1).unbind(-1):
+    for atom in atoms.unbind(-1):
         sums = torch.stack([sums + atom[:, None], sums - atom[:, None]], -1).flatten(1)
     return sums

@@ -15,6 +15,7 @@ from levelhead.sites.combining import combinations
 from levelhead.sites.find import find_attention
 from levelhead.stages.masks import causal_mask, sliding_window_mask
 from levelhead.steps import track_steps
+from levelhead.store import from_pretrained, load, save
 from levelhead.variants import parse_variant, variants
 
 __all__ = [
@@ -28,8 +29,10 @@ __all__ = [
     "combinations",
     "convert",
     "find_attention",
+    "from_pretrained",
     "initialize_",
     "initializers",
+    "load",
     "merge_",
     "no_weight_decay",
     "parameter_groups",
@@ -37,6 +40,7 @@ __all__ = [
     "reference_attention",
     "register",
     "restore",
+    "save",
     "sliding_window_mask",
     "track_steps",
     "variants",

@@ -24,6 +24,13 @@ CHILD = CONVERTED
 """Name of the ``Installed`` in a host's attention module."""
 
 
+LEFT_ALONE = "left_alone"
+"""In ``Installed.undo``: a neighbour of converted attentions that keeps its own maths."""
+SAVED = ("attn_implementation", "levelhead")
+"""Keys of a saved config.json, so that a plain ``from_pretrained`` of it fails where the name is
+not known, and ``levelhead.from_pretrained`` knows what to build."""
+
+
 class Installed(nn.Module):
     """The attention a host runs after conversion, and all that is needed to undo it.
 

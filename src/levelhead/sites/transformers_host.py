@@ -8,7 +8,7 @@ from torch import nn
 
 from levelhead.shapes import require
 from levelhead.sites.build import build_installed
-from levelhead.sites.host import CHILD, Host, Installed, installed_in
+from levelhead.sites.host import CHILD, LEFT_ALONE, SAVED, Host, Installed, installed_in
 from levelhead.sites.packing import keep_documents_apart
 from levelhead.sites.sites import AttentionSite
 from levelhead.sites.transformers_call import HIDDEN_STATES
@@ -16,15 +16,10 @@ from levelhead.sites.transformers_names import register_converted
 from levelhead.sites.transformers_sites import INTERFACE
 from levelhead.variants import Variant, parse_variant
 
-LEFT_ALONE = "left_alone"
-"""In ``Installed.undo``: a neighbour under the same configuration, which keeps its own maths."""
 BEFORE = "attn_implementation"
 """In ``Installed.undo``: the host's implementation before."""
 ROOT = "root_implementation"
 """In ``Installed.undo``: the same of the model's own configuration, which may be another one."""
-SAVED = ("attn_implementation", "levelhead")
-"""Keys of a saved config.json, so that a plain ``from_pretrained`` of it fails where the name is
-not known, and ``levelhead.from_pretrained`` knows what to build."""
 
 
 class TransformersHost(Host):

@@ -17,7 +17,7 @@ _Norm = Callable[[Float[Tensor, "R S"]], Float[Tensor, " R"]]
 
 def softmax_jacobian_norm(
     attn_weights: Float[Tensor, "*rows S"],
-    ord: float | str | tuple[float, float] = 2,  # noqa: A002 - torch.linalg's word
+    ord: int | str | tuple[float, int] = 2,  # noqa: A002 - torch.linalg's word
 ) -> Float[Tensor, "*rows"]:
     """Norm of ``diag(p) - p p^T`` for every row p, divided by its sum in float64.
 
@@ -98,7 +98,7 @@ def _split_largest(p: Float[Tensor, "R S"]) -> tuple[Float[Tensor, " R"], Float[
     return largest[:, 0], p.scatter(-1, where, 0)
 
 
-_NORMS: dict[float | str | tuple[float, float], _Norm] = {
+_NORMS: dict[int | str | tuple[float, int], _Norm] = {
     (math.inf, 1): _inf_one_norm,
     2: _spectral_norm,
     "fro": _frobenius_norm,

@@ -6,8 +6,9 @@ from torch import nn
 
 from capturing import assert_put_back, plain_output
 from hosts import HOSTS, run
-from levelhead.attention import Attention, InnerAttention
+from levelhead.attention import Attention
 from levelhead.capture import capture
+from levelhead.inner import InnerAttention
 from levelhead.sites.find import find_attention
 from levelhead.sites.layout import Layout, fused, linear
 from levelhead.sites.sites import AttentionSite

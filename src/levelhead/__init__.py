@@ -1,6 +1,6 @@
 """Stable, well-conditioned, visible attention for Transformers in PyTorch."""
 
-from levelhead.attention import Attention, InnerAttention
+from levelhead.attention import Attention
 from levelhead.capture import capture
 from levelhead.convert import convert, restore
 from levelhead.convert_groups import no_weight_decay, parameter_groups
@@ -9,6 +9,7 @@ from levelhead.convert_report import Conversion
 from levelhead.init.report import InitReport
 from levelhead.init.table import initializers
 from levelhead.initialize import initialize_
+from levelhead.inner import InnerAttention
 from levelhead.reference import reference_attention
 from levelhead.register import register
 from levelhead.sites.combining import combinations

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from levelhead.attention import InnerAttention
+from levelhead.inner import InnerAttention
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.projections import WHICH, Projections
 from levelhead.parts.scores import DotProduct

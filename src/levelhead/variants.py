@@ -108,7 +108,7 @@ _TABLE = (
     VariantInfo(
         "sink", "normaliser", "normaliser",
         "attn_weights[s] = exp(scores[s]) / (exp(sink_score) + sum_j exp(scores[j]))",
-        "OpenAI 2025, GPT-OSS, arXiv 2508.10925", "H", "start=-inf-like (-1e4)",
+        "OpenAI 2025, GPT-OSS, arXiv 2508.10925", "H", "start=-1e4 (exp of it is 0)",
         "the first token soaks up attention; GPT-OSS's remedy", Sink,
     ),
     VariantInfo(

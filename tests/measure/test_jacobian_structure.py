@@ -10,7 +10,7 @@ from heads import (
     rms_norm_with_gain,
 )
 
-from levelhead.attention import InnerAttention
+from levelhead.inner import InnerAttention
 from levelhead.measure.gram import input_gram, input_jacobian, weight_gram, weight_jacobian
 from levelhead.measure.head import HeadForm, attention_head
 from levelhead.measure.linearise import linearise

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from levelhead.attention import InnerAttention
 from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
+from levelhead.inner import InnerAttention
 from levelhead.steps import track_steps
 from levelhead.variants import VARIANTS
 
@@ -249,9 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
-    record = run(
-        chosen.tokens, chosen.repeats, chosen.memory_tokens, chosen.device, chosen.dtype
-    )
+    record = run(chosen.tokens, chosen.repeats, chosen.memory_tokens, chosen.device, chosen.dtype)
     text = json.dumps(record, indent=2)
     print(text if chosen.json else table(record))
     if chosen.out is not None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from levelhead.attention import InnerAttention
+from levelhead.inner import InnerAttention
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.parts.projections import Projections
 from levelhead.parts.scores import DotProduct

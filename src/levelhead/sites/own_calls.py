@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from levelhead.attention import InnerAttention
+from levelhead.inner import InnerAttention
 from levelhead.reference import Call
 from levelhead.sites.calls import Emit, Seen
 

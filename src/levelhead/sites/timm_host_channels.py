@@ -3,7 +3,7 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.attention import InnerAttention, to_autocast_dtype
+from levelhead.inner import InnerAttention, to_autocast_dtype
 
 
 def attend_over_channels(

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from levelhead.attention import to_autocast_dtype
+from levelhead.inner import to_autocast_dtype
 from levelhead.parts.projections import WHICH, Projections
 from levelhead.reference import reference_attention
 from levelhead.shapes import require

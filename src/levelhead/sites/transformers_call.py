@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from levelhead.attention import InnerAttention
+from levelhead.inner import InnerAttention
 from levelhead.parts.scores import UnscaledNorm
 from levelhead.reference import attend_plainly
 from levelhead.shapes import check_attention_inputs, complaint

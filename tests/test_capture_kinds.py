@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from capturing import assert_put_back, plain_output
+from capturing import HostOutputs, assert_put_back, plain_output
 from hosts import HOSTS, run
 from levelhead.attention import Attention
 from levelhead.capture import capture
@@ -12,6 +12,8 @@ from levelhead.inner import InnerAttention
 from levelhead.sites.find import find_attention
 from levelhead.sites.layout import Layout, fused, linear
 from levelhead.sites.sites import AttentionSite
+from levelhead.sites.transformers_calls import seen_in_interface
+from levelhead.stages.masks import resolve_mask
 
 
 class ByHand(nn.Module):
@@ -165,3 +167,37 @@ def test_bad_input():
         capture(torch.compile(model), print),
     ):
         pass
+
+
+def test_flash_attention_of_transformers_is_translated():
+    query, key = torch.randn(2, 4, 5, 6), torch.randn(2, 2, 7, 6)
+    padding = torch.ones(2, 7, dtype=torch.long)
+    padding[0, :3] = 0
+    seen = seen_in_interface(
+        "flash_attention_2", nn.Module(), query, key, key, padding, sliding_window=3
+    )
+    mask = resolve_mask(query, key, seen.attn_mask, seen.attn_bias, seen.is_causal)
+    for t in range(5):  # query t sits on key t + 2 and sees three keys, its own included
+        keys = [t <= s <= t + 2 for s in range(7)]
+        assert mask.visible()[1, 0, t].tolist() == keys
+        assert mask.visible()[0, 0, t].tolist() == [k and s > 2 for s, k in enumerate(keys)]
+    with pytest.raises(ValueError, match=r"whole sequences.*'paged\|sdpa'"):
+        seen_in_interface("paged|sdpa", nn.Module(), query, key, key, None)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_block_masks_of_flex_attention():
+    model = HOSTS["llama"].build(attn_implementation="flex_attention", head_dim=16)
+    batch = HOSTS["llama"].batch()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :4] = 0
+    outputs, calls = HostOutputs(find_attention(model)), []
+    with torch.no_grad(), capture(model, calls.append):
+        run(model, batch)
+    assert len(calls) == 2
+    for call in calls:
+        plain, (host,) = plain_output(call), outputs.outputs[call.site.name]
+        rows = plain.isfinite().all(-1)
+        assert rows.sum() == 2 * 11 - 4
+        torch.testing.assert_close(plain[rows], host[rows], atol=1e-5, rtol=0)

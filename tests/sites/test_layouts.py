@@ -220,3 +220,24 @@ def test_writing_keeps_dtype_and_requires_grad_and_stays_out_of_autograd():
         assert parameter.dtype == torch.bfloat16
         assert parameter.is_leaf
     assert [p.requires_grad for p in site.parameters()] == [False, True, True, True]
+
+
+class Adapter(nn.Module):
+    """Stands for a LoRA layer of PEFT: the layer it adapts is its ``base_layer``."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer, self.down = base_layer, nn.Linear(base_layer.in_features, 2)
+
+    def forward(self, hidden_states):
+        return self.base_layer(hidden_states)
+
+
+def test_adapters_are_looked_through():
+    model = HOSTS["llama"].build()
+    attention = model.model.layers[0].self_attn
+    base = attention.q_proj
+    attention.q_proj = Adapter(base)
+    site = find_attention(model)[0]
+    assert torch.equal(site.read().q_weight, base.weight.T)
+    assert [parameter is base.weight for parameter in site.parameters()].count(True) == 1

@@ -43,7 +43,8 @@ class AttentionSite:
         q_norm: The host's own norm on queries after projection, or None. ``k_norm`` likewise.
         norm_spans_heads: Whether these norms run over all heads at once (OLMo-2).
         is_cosine: Whether the host scales queries and keys to unit length.
-        has_rope: Whether the host rotates queries and keys.
+        has_rope: Whether the host rotates queries and keys; a YaRN rotation stretches both too,
+            which is not in ``scale``.
         has_position_bias: Whether the host adds a (relative) position bias to the scores.
         soft_cap: The host's own tanh cap on scores, or None.
         sink_score: The host's learned sink ``[H]``, or None.

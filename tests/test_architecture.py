@@ -27,9 +27,9 @@ LEVELS = {
     3: ("sites.sites", "sites.find", "sites.layout", "sites.reading", "sites.own_sites",
         "sites.torch_sites"),
     4: ("sites", "convert", "store", "register", "verify", "initialize", "effects", "capture"),
-    5: ("diagnose", "monitor", "report", "findings"),
+    5: ("diagnose", "diagnosis", "monitor", "report", "findings", "judge"),
     6: ("harness", "bench"),
-    7: ("cli", "commands"),
+    7: ("cli", "commands", "diagnose_command"),
 }  # fmt: skip
 """The level of a module: that of its longest matching prefix."""
 

@@ -95,9 +95,17 @@ def derive(site: AttentionSite, installed: Installed) -> None:
 
 
 def _norm_is_early(site: AttentionSite, host: Host, norm: nn.Module) -> bool:
-    """Gains per coordinate do not commute with a rotation that the host does by itself."""
-    gains = isinstance(norm, QueryKeyNormDimensionScale)
-    return gains and site.has_rope and not host.runs_projections
+    """Whether the norm must act on the outputs of the projections.
+
+    Gains per coordinate do not commute with a rotation that the host does by itself, and behind
+    landmarks there are no queries and keys left.
+    """
+    if host.runs_projections:
+        return False
+    has_gains = isinstance(norm, QueryKeyNormDimensionScale)
+    return (has_gains and site.has_rope) or (
+        site.kind == "landmark" and isinstance(norm, UnscaledNorm)
+    )
 
 
 def _name_of(module: nn.Module, parameter: nn.Parameter) -> str:

@@ -39,6 +39,7 @@ class Installed(nn.Module):
         projections: The part of the projections stage; acts on the host's own layers.
         early_norm: A norm that must act before the host rotates queries and keys, so that it acts
             on the outputs of the projections; None where ``inner`` norms by itself.
+        early_scale: What queries are multiplied by after ``early_norm``.
         scale: The factor on the dot product of the host, wherever in its code it applies it.
         variant: What the user asked for.
         start: "preserve" or "paper".
@@ -57,7 +58,7 @@ class Installed(nn.Module):
     ):
         super().__init__()
         self.inner, self.projections, self.early_norm = inner, projections, early_norm
-        self.variant, self.scale = variant, scale
+        self.variant, self.scale, self.early_scale = variant, scale, 1.0
         self.start, self.factor, self.factor_on = "paper", 1.0, ""
         self.undo: dict[str, object] = {}
 
@@ -163,6 +164,7 @@ class Host:
 
 HOSTS = {
     "timm": ("levelhead.sites.timm_host", "TimmHost"),
+    "transformers.models.nystromformer": ("levelhead.sites.landmark_host", "LandmarkHost"),
     "transformers": ("levelhead.sites.transformers_host", "TransformersHost"),
     "torch.nn": ("levelhead.sites.torch_host", "TorchHost"),
     "levelhead.attention": ("levelhead.sites.own_host", "OwnHost"),

@@ -28,17 +28,14 @@ def keep_documents_apart(
         Changed arguments, or None where the row holds one document.
 
     Raises:
-        ValueError: Documents are packed beside padding, in a 4-D mask or over a cache, where
-            their boundaries would not be seen.
+        ValueError: Documents are packed beside padding or over a cache, where their boundaries
+            would not be seen. A mask that is 4-D already is taken at its word.
     """
     position_ids, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     if torch.compiler.is_compiling() or not isinstance(position_ids, Tensor):
         return None
-    if (
-        position_ids.ndim != 2
-        or position_ids.shape[1] < 2
-        or (mask is not None and mask.ndim != 2)
-    ):
+    is_prepared = mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 2)
+    if is_prepared or position_ids.ndim != 2:
         return None
     restarts = position_ids.diff(dim=-1) != 1
     if mask is not None:

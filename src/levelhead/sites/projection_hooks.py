@@ -54,7 +54,10 @@ class ProjectionHook:
         if norm is None or which == "v":
             return projected
         heads = projected.unflatten(-1, (-1, installed.inner.shape.head_dim)).transpose(-2, -3)
-        prepared = norm.prepare_query(heads) if which == "q" else norm.prepare_key(heads)
+        if which == "k":
+            prepared = norm.prepare_key(heads)
+        else:
+            prepared = norm.prepare_query(heads) * installed.early_scale
         return prepared.transpose(-2, -3).flatten(-2)
 
 

@@ -119,7 +119,7 @@ class WindowForward(TimmForward):
         host: Any = self
         query, key, value = project_heads(host, x)
         attn_output = self.levelhead(
-            query, key, value, x,
+            query, key.contiguous(), value, x,
             attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
         )  # fmt: skip
         return self.finish(attn_output, x)

@@ -26,14 +26,20 @@ def project_heads(
         Query, key, value: ``[B, H, T, D]``, ``[B, Hkv, S, D]`` twice.
     """
     context = hidden_states if context is None else context
+    part, head_dim = host.levelhead.projections, host.levelhead.inner.shape.head_dim
+    is_plain, is_fused = type(part) is Projections, getattr(host, "qkv", None) is not None
+    if is_plain and is_fused:  # the backward of unbind is a quarter faster than that of chunk
+        thirds = _fused(host, hidden_states).unflatten(-1, (3, -1, head_dim))
+        heads = thirds.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = (heads[role] for role in host.roles)
+        return query, key, value
     sources = {"q": hidden_states, "k": context, "v": context}
-    if getattr(host, "qkv", None) is None:
-        projected = {which: layer_of(host, which)(sources[which]) for which in WHICH}
-    else:
+    if is_fused:
         thirds = _fused(host, hidden_states).chunk(3, dim=-1)
         projected = {w: thirds[role] for w, role in zip(WHICH, host.roles, strict=True)}
-    part, head_dim = host.levelhead.projections, host.levelhead.inner.shape.head_dim
-    if type(part) is not Projections:
+    else:
+        projected = {which: layer_of(host, which)(sources[which]) for which in WHICH}
+    if not is_plain:
         stored = weights_of(host)
         part.ensure_derived({which: weight for which, (weight, _) in stored.items()})
         projected = {w: part.adjust(w, projected[w], sources[w], *stored[w]) for w in WHICH}

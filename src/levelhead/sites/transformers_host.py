@@ -8,8 +8,9 @@ from torch import nn
 
 from levelhead.shapes import require
 from levelhead.sites.build import build_installed
-from levelhead.sites.host import CHILD, LEFT_ALONE, SAVED, Host, Installed, installed_in
+from levelhead.sites.host import CHILD, LEFT_ALONE, Host, Installed, installed_in
 from levelhead.sites.packing import keep_documents_apart
+from levelhead.sites.saved_config import remove_saved, write_saved
 from levelhead.sites.sites import AttentionSite
 from levelhead.sites.transformers_call import HIDDEN_STATES
 from levelhead.sites.transformers_names import register_converted
@@ -70,7 +71,7 @@ class TransformersHost(Host):
                 "transformers must take the name of an attention",
                 f"{site.name}, whose configuration says {_config(site)._attn_implementation}",
             )
-        _write_saved(model, name, variant, converted)
+        write_saved(model, name, variant, converted, _installed(converted[0]).undo[BEFORE])
         if any(site.is_causal and site.kind == "self" for site in sites):
             model.register_forward_pre_hook(keep_documents_apart, with_kwargs=True)
 
@@ -95,8 +96,7 @@ class TransformersHost(Host):
             if ROOT in installed.undo:
                 root: Any = model.config
                 root._attn_implementation_internal = installed.undo[ROOT]
-        for key in SAVED:
-            vars(getattr(model, "config", self)).pop(key, None)
+        remove_saved(model)
         _remove_hook(model, keep_documents_apart)
 
 
@@ -133,23 +133,6 @@ def _configs(model: nn.Module, sites: Iterable[AttentionSite]) -> list[Any]:
     if hasattr(model, "config"):
         configs.append(model.config)
     return list({id(config): config for config in configs}.values())
-
-
-def _write_saved(
-    model: nn.Module, name: str, variant: Variant, sites: Sequence[AttentionSite]
-) -> None:
-    config = getattr(model, "config", None)
-    if config is None:
-        return
-    layers = {}
-    for site in sites:
-        installed = _installed(site)
-        layers[str(site.layer_idx)] = [installed.factor, installed.factor_on]
-        start, before = installed.start, installed.undo[BEFORE]
-    config.attn_implementation = name
-    config.levelhead = {
-        "variant": str(variant), "start": start, "host_implementation": before, "layers": layers,
-    }  # fmt: skip
 
 
 def _remove_hook(module: nn.Module, hook: Any) -> None:

@@ -28,7 +28,7 @@ test: $(VENV)/.dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: $(VENV)/.dev.stamp
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 fmt: $(VENV)/.dev.stamp
 	$(BIN)/ruff format .

@@ -1,5 +1,6 @@
 """Stable, well-conditioned, visible attention for Transformers in PyTorch."""
 
+from levelhead import init, measure
 from levelhead.attention import Attention
 from levelhead.capture import capture
 from levelhead.convert import convert, restore
@@ -31,9 +32,11 @@ __all__ = [
     "convert",
     "find_attention",
     "from_pretrained",
+    "init",
     "initialize_",
     "initializers",
     "load",
+    "measure",
     "merge_",
     "no_weight_decay",
     "parameter_groups",

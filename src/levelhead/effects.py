@@ -8,7 +8,6 @@ from torch import nn
 
 from levelhead.capture import capture
 from levelhead.measure.concentration import concentration
-from levelhead.measure.streaming import AttentionScores
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.sites import AttentionSite
 
@@ -48,18 +47,7 @@ def attention_effects(model: nn.Module, batch: Any, sites: Sequence[AttentionSit
 
 
 def _row_means(call: AttentionCall) -> dict[str, float]:
-    names = (
-        "query",
-        "key",
-        "scale",
-        "attn_mask",
-        "attn_bias",
-        "is_causal",
-        "sink_score",
-        "soft_cap",
-    )
-    scores = AttentionScores(**{name: getattr(call, name) for name in names})
-    rows = concentration(scores, QUANTITIES)
+    rows = concentration(call.scores(), QUANTITIES)
     return {name: float(rows.mean(name).nanmean()) for name in QUANTITIES}
 
 

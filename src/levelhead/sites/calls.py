@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from levelhead.measure.streaming import AttentionScores
 from levelhead.sites.sites import AttentionSite
 from levelhead.stages.masks import AttentionMask, resolve_mask
 
@@ -62,6 +63,23 @@ class AttentionCall:
             What each query may attend to.
         """
         return resolve_mask(self.query, self.key, self.attn_mask, self.attn_bias, self.is_causal)
+
+    def scores(self) -> AttentionScores:
+        """Return what the measures of ``levelhead.measure`` take.
+
+        Returns:
+            All that decides the scores; nothing is computed yet.
+        """
+        return AttentionScores(
+            self.query,
+            self.key,
+            scale=self.scale,
+            attn_mask=self.attn_mask,
+            attn_bias=self.attn_bias,
+            is_causal=self.is_causal,
+            sink_score=self.sink_score,
+            soft_cap=self.soft_cap,
+        )
 
 
 @dataclass(frozen=True)

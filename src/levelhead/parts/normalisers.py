@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.shapes import at_least_float32
+from levelhead.stages.learned_bias import attention_with_learned_bias, learns_on_cpu
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.softmax import sink_attention, softmax_attention
 
@@ -21,7 +22,11 @@ class Softmax(Part):
         scale: float,
         dropout_p: float,
     ) -> Tensor:
-        """Return the attention output without a T x S matrix."""
+        """Return the attention output without a T x S matrix, where torch has a kernel for it."""
+        if mask.bias is not None and learns_on_cpu(mask.bias):
+            return attention_with_learned_bias(
+                query, key, value, mask.bias, mask.allowed(), scale, dropout_p
+            )
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
 
@@ -49,8 +54,12 @@ class OffByOne(Softmax):
         scale: float,
         dropout_p: float,
     ) -> Tensor:
-        attn_mask, is_causal = mask.for_sdpa(query.dtype)
         sink = self.sink_score(query)
+        if mask.bias is not None and learns_on_cpu(mask.bias):
+            return attention_with_learned_bias(
+                query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink
+            )
+        attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
 
     def plain(self, scores: Tensor) -> Tensor:

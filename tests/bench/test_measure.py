@@ -2,27 +2,43 @@
 
 import json
 
-from levelhead.bench.measure import main, sensitivity_rows
+import pytest
+
+from levelhead.bench.measure import PARTS, main
+
+SMALL = ["--rows", "64", "--keys", "32", "--tokens", "64", "--repeats", "1", "--nets", "3"]
+FIGURES = {"sensitivity": 9, "concentration": 5, "jacobian": 3 + 4 + 3}
 
 
 def test_small_run_writes_a_record_with_every_figure(tmp_path, capsys):
     path = tmp_path / "record.json"
-    sizes = ["--rows", "64", "--keys", "32", "--tokens", "64", "--repeats", "1"]
-    code = main([*sizes, "--json", str(path)])
+    code = main([*SMALL, "--small", "--out", str(path)])
     record = json.loads(path.read_text())
-    assert record["rows"] == [64, 32]
-    names = [row["name"] for row in record["results"]]
-    assert len(names) == len(set(names)) == 9 + 5
-    assert code == (0 if all(row["holds"] for row in record["results"]) else 1)
-    assert len(capsys.readouterr().out.splitlines()) == 14
-    widths = [row["largest_width"] for row in record["results"] if "largest_width" in row]
-    assert len(widths) == 9
+    assert (record["options"]["rows"], record["options"]["keys"]) == (64, 32)
+    results = record["results"]
+    for part, count in FIGURES.items():
+        names = {row["name"] for row in results if row["part"] == part}
+        assert len(names) == count, part
+    assert code == (0 if all(row["holds"] for row in results) else 1)
+    assert len(capsys.readouterr().out.splitlines()) == len(results) == sum(FIGURES.values())
+    widths = [row["largest_width"] for row in results if "largest_width" in row]
+    assert len(widths) == FIGURES["sensitivity"]
     assert max(widths) <= 1e-6
+    for row in results:  # times depend on the machine, errors and bounds do not
+        if "error" in row["name"] or "median" in row["name"]:
+            assert row["holds"], row
 
 
-def test_rows_are_probabilities_of_the_kinds_they_name():
-    for kind, rows in sensitivity_rows(40, 16, "cpu").items():
-        assert (rows.sum(-1) - 1).abs().max() < 1e-6
-        if "causal" in kind:
-            assert ((rows > 0).sum(-1) <= rows.new_tensor([i % 16 + 1 for i in range(40)])).all()
-    assert ((sensitivity_rows(3, 16, "cpu")["uniform, odd"] > 0).sum(-1) == 15).all()
+@pytest.mark.parametrize("part", FIGURES)
+def test_parts_run_alone(part, monkeypatch, capsys):
+    monkeypatch.setitem(PARTS, part, lambda options: [{"name": part, "ratio": 1, "holds": False}])
+    assert main(["--only", part, "--json"]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert [row["part"] for row in record["results"]] == [part]
+
+
+def test_an_unknown_part_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--only", "kappa"])
+    assert stopped.value.code == 2
+    assert "sensitivity" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sensitivity against a sort, concentration against the attention itself: time and memory."""
+"""Benchmark of the measures: sensitivity, concentration, Jacobian; all of them or some."""
 
 import argparse
 import json
@@ -7,153 +7,88 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
-from levelhead.measure.concentration import concentration
-from levelhead.measure.sensitivity import sensitivity
-from levelhead.measure.streaming import DEFAULT_QUERIES, AttentionScores
+from levelhead.bench.measure_jacobian import (
+    FULL_SIZES,
+    SMALL_SIZES,
+    measure_dense,
+    measure_lanczos,
+    measure_tightness,
+)
+from levelhead.bench.measure_rows import measure_concentration, measure_sensitivity
 
-NUM_HEADS, HEAD_DIM = 12, 64
-# What the figures must stay below.
-SORT_BAR, UNIFORM_SORT_BAR = 1.2, 6.0
-SOFTMAX_BAR, SAMPLE_BAR, MEMORY_BAR = 1.5, 0.1, 0.1
-_WIDTH_BAR = 1e-6
-_MOST_HARD_KEYS = 999  # equal weights of 1e-3 and less need no sorting
+Options = argparse.Namespace
 
 
-def sensitivity_rows(num_rows: int, num_keys: int, device: str) -> dict[str, Tensor]:
-    """Return softmax rows of the kinds that occur, float32.
-
-    Args:
-        num_rows: Rows of each kind.
-        num_keys: Keys of each row; a causal row sees 1 .. ``num_keys`` of them.
-        device: Where to put them.
-
-    Returns:
-        Name to ``[num_rows, num_keys]``.
-    """
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(num_rows, num_keys, generator=generator).to(device)
-    rows = torch.arange(num_rows, device=device)[:, None]
-    later = torch.arange(num_keys, device=device) > rows % num_keys
-    kinds = {f"std {std}": (std * scores).softmax(-1) for std in (1, 2, 4)}
-    for std in (1, 4, 0.1):
-        kinds[f"causal, std {std}"] = (std * scores).masked_fill(later, -torch.inf).softmax(-1)
-    kinds["uniform"] = torch.full_like(scores, 1 / num_keys)
-    kinds["causal, uniform"] = (0 * scores).masked_fill(later, -torch.inf).softmax(-1)
-    num_odd = (min(num_keys, _MOST_HARD_KEYS) - 1) // 2 * 2 + 1
-    beyond = torch.arange(num_keys, device=device) >= num_odd
-    kinds["uniform, odd"] = (0 * scores).masked_fill(beyond, -torch.inf).softmax(-1)
-    return kinds
+def _sensitivity(options: Options) -> list[dict]:
+    return measure_sensitivity(options.rows, options.keys, options.repeats, options.device)
 
 
-def measure_sensitivity(num_rows: int, num_keys: int, repeats: int, device: str) -> list[dict]:
-    """Time ``sensitivity`` against ``torch.sort`` of the same tensor.
+def _concentration(options: Options) -> list[dict]:
+    return measure_concentration(options.tokens, options.repeats, options.device)
+
+
+def _jacobian(options: Options) -> list[dict]:
+    sizes = SMALL_SIZES if options.small else FULL_SIZES
+    return [
+        *measure_lanczos(sizes["lanczos"], options.device),
+        *measure_dense(sizes["dense"], options.autograd_repeats, options.device),
+        *measure_tightness(options.nets),
+    ]
+
+
+PARTS: dict[str, Callable[[Options], list[dict]]] = {
+    "sensitivity": _sensitivity,
+    "concentration": _concentration,
+    "jacobian": _jacobian,
+}
+"""What ``--only`` names, in the order of running."""
+
+
+def run(options: Options) -> dict:
+    """Run the parts asked for.
 
     Args:
-        num_rows: Rows of each kind.
-        num_keys: Keys of each row.
-        repeats: Rounds.
-        device: Where to run.
+        options: As ``main`` parses them.
 
     Returns:
-        A record for each kind of row: the ratio, its bar, the largest width of the bounds.
+        One JSON-able record: machine, options, and a row for each figure with its part.
     """
-    records = []
-    for kind, rows in sensitivity_rows(num_rows, num_keys, device).items():
-        calls: dict[str, Callable[[], object]] = {
-            "torch.sort": lambda rows=rows: torch.sort(rows),
-            "sensitivity": lambda rows=rows: sensitivity(rows),
-        }
-        found = ratios(compare_times(calls, repeats), "torch.sort")
-        bounds = sensitivity(rows)
-        width = (bounds.upper - bounds.lower).max().item()
-        bar = UNIFORM_SORT_BAR if "uniform" in kind else SORT_BAR
-        name = f"sensitivity / torch.sort, {kind}"
-        records.append(_record(name, found["sensitivity"], bar, largest_width=width))
-        records[-1]["holds"] &= width <= _WIDTH_BAR
-    return records
-
-
-def measure_concentration(num_tokens: int, repeats: int, device: str) -> list[dict]:
-    """Time ``concentration`` (all measures) against the attention it looks at, and its memory.
-
-    Args:
-        num_tokens: T = S.
-        repeats: Rounds.
-        device: Where to run.
-
-    Returns:
-        Records: all queries against the plain softmax, head by head; the default sample against
-        fused attention; extra memory against one T x S float32 matrix.
-    """
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, 1, NUM_HEADS, num_tokens, HEAD_DIM)
-    query, key, value = torch.randn(shape, generator=generator).to(device)
-    scores = AttentionScores(query, key)
-    causal = AttentionScores(query, key, is_causal=True)
-
-    def plain() -> None:
-        for head in range(NUM_HEADS):
-            (query[:, head] @ key[:, head].mT * HEAD_DIM**-0.5).softmax(-1)
-
-    def all_queries() -> object:
-        return concentration(scores, num_queries=None)
-
-    records = []
-    found = ratios(compare_times({"plain": plain, "all": all_queries}, repeats), "plain")
-    records.append(_record("concentration, all queries / softmax", found["all"], SOFTMAX_BAR))
-    for name, which, is_causal in (("", scores, False), ("causal, ", causal, True)):
-        calls: dict[str, Callable[[], object]] = {
-            "fused": lambda is_causal=is_causal: F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal
-            ),
-            "sample": lambda which=which: concentration(which),
-        }
-        found = ratios(compare_times(calls, repeats), "fused")["sample"]
-        name = f"concentration, {name}{DEFAULT_QUERIES} queries / fused attention"
-        records.append(_record(name, found, SAMPLE_BAR))
-    matrix = num_tokens**2 * torch.finfo(torch.float32).bits // 8
-    for name, which in (("", scores), ("causal, ", causal)):
-        peak = peak_extra_bytes(lambda which=which: concentration(which), device)
-        ratio = {"ratio": peak / matrix, "peak_mib": peak / 2**20}
-        name = f"concentration, {name}extra memory / one T x S matrix"
-        records.append(_record(name, ratio, MEMORY_BAR))
-    return records
-
-
-def _record(name: str, found: dict[str, float], bar: float, **more: float) -> dict:
-    return {"name": name, "bar": bar, "holds": found["ratio"] <= bar, **found, **more}
-
-
-def run(num_rows: int, num_keys: int, num_tokens: int, repeats: int, device: str) -> dict:
-    """Run the whole benchmark.
-
-    Args:
-        num_rows: Rows of each kind for the sensitivity.
-        num_keys: Keys of each of these rows.
-        num_tokens: Length of the attention for the concentration.
-        repeats: Rounds of each comparison.
-        device: Where to run.
-
-    Returns:
-        One JSON-able record, the machine included.
-    """
+    results = [
+        {"part": part} | row
+        for part in PARTS
+        if part in options.only
+        for row in PARTS[part](options)
+    ]
     return {
         "benchmark": "measure",
         "torch": torch.__version__,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "device": device,
-        "rows": [num_rows, num_keys],
-        "tokens": num_tokens,
-        "results": [
-            *measure_sensitivity(num_rows, num_keys, repeats, device),
-            *measure_concentration(num_tokens, repeats, device),
-        ],
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "options": {name: value for name, value in vars(options).items() if name != "out"},
+        "results": results,
     }
+
+
+def table(record: dict) -> str:
+    """Return the record as text.
+
+    Args:
+        record: What ``run`` returned.
+
+    Returns:
+        A line for each figure: verdict, ratio, its range over the rounds, bar, name.
+    """
+    lines = []
+    for row in record["results"]:
+        verdict = "ok" if row["holds"] else "ABOVE"
+        bar = f"bar {row['bar']:.3g}" if "bar" in row else ""
+        spread = ""
+        if "ratio_min" in row:
+            spread = f"({row['ratio_min']:.3g} .. {row['ratio_max']:.3g})"
+        lines.append(f"{verdict:5} {row['ratio']:10.4g} {spread:20} {bar:12} {row['name']}")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,21 +100,27 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 if every figure stays below its bar, else 1.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=20_000)
-    parser.add_argument("--keys", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="also write the record here")
-    chosen = parser.parse_args(argv)
-    record = run(chosen.rows, chosen.keys, chosen.tokens, chosen.repeats, chosen.device)
-    for row in record["results"]:
-        spread = (
-            f"({row['ratio_min']:.3f} .. {row['ratio_max']:.3f})" if "ratio_min" in row else ""
-        )
-        verdict = "ok" if row["holds"] else "ABOVE"
-        print(f"{verdict:5} {row['ratio']:8.3f} {spread:20} bar {row['bar']:.2f}  {row['name']}")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+    options = _parser().parse_args(argv)
+    record = run(options)
+    text = json.dumps(record, indent=2)
+    print(text if options.json else table(record))
+    if options.out is not None:
+        Path(options.out).write_text(text + "\n")
     return 0 if all(row["holds"] for row in record["results"]) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="levelhead bench measure", description=__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some parts, all by default")
+    add("--rows", type=int, default=20_000, help="sensitivity: rows of each kind")
+    add("--keys", type=int, default=1024, help="sensitivity: keys of each row")
+    add("--tokens", type=int, default=8192, help="concentration: T = S")
+    add("--repeats", type=int, default=3, help="rounds of each comparison")
+    add("--autograd-repeats", type=int, default=1, help="jacobian: rounds, a minute each")
+    add("--nets", type=int, default=100, help="jacobian: random nets for the bounds")
+    add("--small", action="store_true", help="jacobian: sizes of seconds, for a first look")
+    add("--device", default="cpu")
+    add("--out", help="write the record here as JSON")
+    add("--json", action="store_true", help="print the record as JSON")
+    return parser

@@ -1,14 +1,11 @@
 """Kappa of the attention Jacobian: time, memory and error, and how tight the bounds are."""
 
-import argparse
-import json
-import platform
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from levelhead.bench.measure_rows import record
 from levelhead.bench.timing import compare_times, peak_extra_rss_bytes, ratios
 from levelhead.measure.certificate import ends_are_certified
 from levelhead.measure.gram import weight_gram
@@ -21,6 +18,9 @@ from levelhead.measure.surrogate import jacobian_bound
 # What the figures must stay below.
 DENSE_BAR, DENSE_ERROR_BAR = 0.1, 1e-8
 LANCZOS_SECONDS_BAR, LANCZOS_BYTES_BAR, LANCZOS_ERROR_BAR = 90.0, 4.5e9, 1e-6
+FULL_SIZES = {"lanczos": (197, 768, 64), "dense": (65, 192, 32)}
+SMALL_SIZES = {"lanczos": (33, 96, 16), "dense": (17, 48, 8)}
+"""T, E, D of one head; the bars are meant for the full sizes."""
 _INIT_STD = 0.02  # the usual truncated normal of vision transformers
 
 
@@ -67,8 +67,8 @@ def measure_dense(size: tuple[int, int, int], repeats: int, device: str) -> list
     for method in methods[:2]:
         error = abs(found[method].kappa / found["autograd"].kappa - 1)
         name = f"{method} {list(size)}"
-        records.append(_record(f"{name}, time / autograd and SVD", compared[method], DENSE_BAR))
-        records.append(_record(f"{name}, error of kappa", {"ratio": error}, DENSE_ERROR_BAR))
+        records.append(record(f"{name}, time / autograd and SVD", compared[method], DENSE_BAR))
+        records.append(record(f"{name}, error of kappa", {"ratio": error}, DENSE_ERROR_BAR))
     return records
 
 
@@ -101,9 +101,9 @@ def measure_lanczos(size: tuple[int, int, int], device: str) -> list[dict]:
     error = LANCZOS_ERROR_BAR if certified else float("inf")
     name, kappa = f"lanczos {list(size)}", found["kappa"].kappa
     return [
-        _record(f"{name}, seconds", {"ratio": found["seconds"]}, LANCZOS_SECONDS_BAR, kappa=kappa),
-        _record(f"{name}, bytes", {"ratio": float(memory)}, LANCZOS_BYTES_BAR),
-        _record(f"{name}, certified error of kappa", {"ratio": error}, LANCZOS_ERROR_BAR),
+        record(f"{name}, seconds", {"ratio": found["seconds"]}, LANCZOS_SECONDS_BAR, kappa=kappa),
+        record(f"{name}, bytes", {"ratio": float(memory)}, LANCZOS_BYTES_BAR),
+        record(f"{name}, certified error of kappa", {"ratio": error}, LANCZOS_ERROR_BAR),
     ]
 
 
@@ -131,64 +131,6 @@ def measure_tightness(count: int) -> list[dict]:
         local.append(found.local_bound / found.found)
     figures = {"kappa bound": kappa, "Lipschitz bound": lipschitz, "local Lipschitz bound": local}
     return [_tightness(name, values) for name, values in figures.items()]
-
-
-def run(repeats: int, nets: int, device: str, small: bool = False) -> dict:
-    """Run the whole benchmark.
-
-    Args:
-        repeats: Rounds of the comparison with autograd.
-        nets: Random nets for the tightness of the bounds.
-        device: Where to run.
-        small: Sizes of a few seconds, for a first look; the bars are meant for the full sizes.
-
-    Returns:
-        One JSON-able record, the machine included.
-    """
-    dense_size = (17, 48, 8) if small else (65, 192, 32)
-    lanczos_size = (33, 96, 16) if small else (197, 768, 64)
-    return {
-        "benchmark": "measure-jacobian",
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "device": device,
-        "results": [
-            *measure_lanczos(lanczos_size, device),
-            *measure_dense(dense_size, repeats, device),
-            *measure_tightness(nets),
-        ],
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run from the command line.
-
-    Args:
-        argv: Arguments, those of the process if None.
-
-    Returns:
-        0 if every figure stays below its bar, else 1.
-    """
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--nets", type=int, default=100)
-    parser.add_argument("--small", action="store_true", help="small sizes, for a first look")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path, help="also write the record here")
-    chosen = parser.parse_args(argv)
-    record = run(chosen.repeats, chosen.nets, chosen.device, chosen.small)
-    for row in record["results"]:
-        bar = f"bar {row['bar']:.3g}" if "bar" in row else ""
-        verdict = "ok" if row["holds"] else "ABOVE"
-        print(f"{verdict:5} {row['ratio']:12.4g} {bar:12} {row['name']}")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if all(row["holds"] for row in record["results"]) else 1
-
-
-def _record(name: str, found: dict[str, float], bar: float, **more: float) -> dict:
-    return {"name": name, "bar": bar, "holds": found["ratio"] <= bar, **found, **more}
 
 
 def _tightness(name: str, ratios_above_one: list[float]) -> dict:

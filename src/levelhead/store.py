@@ -133,8 +133,9 @@ def from_pretrained(folder: str | Path, **options: Any) -> nn.Module:
     model = _build_stock(folder)
     spec = _config_spec(folder)
     rebuild(model, spec)
-    own = {name: tensor for name, tensor in _read_weights(folder).items() if _is_ours(name)}
-    _fill(model, own, {name for name in model.state_dict() if _is_ours(name)})
+    names = _names_on_disk(model)
+    own = {n: tensor for n, tensor in _read_weights(folder).items() if _is_ours(n)}
+    _fill(model, {names.get(n, n): own[n] for n in own}, set(names.values()))
     if (folder / SPEC).exists():
         _verify(model, read_spec(folder))
     return model.to(device=device, dtype=dtype)
@@ -251,7 +252,7 @@ def _build_stock(folder: Path) -> nn.Module:
     for key in SAVED:
         vars(config).pop(key, None)
     name = (config.architectures or ["none"])[0]
-    model_class: Any = getattr(transformers, name, None)
+    model_class = getattr(transformers, name, None)
     require(
         isinstance(model_class, type) and issubclass(model_class, nn.Module),
         "a converted model must be of a class of transformers itself",
@@ -259,12 +260,23 @@ def _build_stock(folder: Path) -> nn.Module:
         "levelhead.load(folder, model) with a stock model",
     )
     host = {k: tensor for k, tensor in _read_weights(folder).items() if not _is_ours(k)}
-    model, info = model_class.from_pretrained(
+    loader: Any = model_class
+    model, info = loader.from_pretrained(
         None, config=config, state_dict=host, output_loading_info=True
     )
     wrong = {what: sorted(keys) for what, keys in info.items() if keys}
     require(not wrong, "a folder must hold every tensor of its model", f"{wrong}")
     return model
+
+
+def _names_on_disk(model: nn.Module) -> dict[str, str]:
+    """Return the variant's tensors by the names ``save_pretrained`` gives them: some
+    architectures (ViT) are renamed on the way to the disk."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    host: Any = model
+    ours = {name: tensor for name, tensor in model.state_dict().items() if _is_ours(name)}
+    return {next(iter(revert_weight_conversion(host, {n: t}))): n for n, t in ours.items()}
 
 
 def _config_spec(folder: Path) -> dict[str, Any]:

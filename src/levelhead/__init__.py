@@ -7,6 +7,8 @@ from levelhead.convert import convert, restore
 from levelhead.convert_groups import no_weight_decay, parameter_groups
 from levelhead.convert_merge import Merge, merge_
 from levelhead.convert_report import Conversion
+from levelhead.diagnose import diagnose
+from levelhead.diagnosis import Diagnosis
 from levelhead.init.report import InitReport
 from levelhead.init.table import initializers
 from levelhead.initialize import initialize_
@@ -23,6 +25,7 @@ from levelhead.variants import parse_variant, variants
 __all__ = [
     "Attention",
     "Conversion",
+    "Diagnosis",
     "InitReport",
     "InnerAttention",
     "Merge",
@@ -30,6 +33,7 @@ __all__ = [
     "causal_mask",
     "combinations",
     "convert",
+    "diagnose",
     "find_attention",
     "from_pretrained",
     "init",

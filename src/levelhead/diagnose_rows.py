@@ -1,0 +1,340 @@
+"""What the attention calls of one site say: rows of weights, scores, outputs, hidden states.
+
+Each call is reduced while it happens; only numbers a row are kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from levelhead.diagnosis import WHOLE_LAYER, Record
+from levelhead.measure.attention_rows import attention_head_similarity, attention_sensitivity
+from levelhead.measure.concentration import concentration, row_quantiles
+from levelhead.measure.lipschitz import block_rms_norm
+from levelhead.measure.streaming import AttentionScores, ScoreBlock
+from levelhead.sites.calls import AttentionCall
+from levelhead.sites.sites import AttentionSite
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "entropy_nats": ("mean", "q10", "q50", "q90"),
+    "normalized_entropy": ("mean", "q10", "q50", "q90"),
+    "p_max": ("mean", "q50", "q90"),
+    "effective_keys": ("q10", "q50", "q90"),
+    "sink_mass": ("mean", "q90"),
+    "first_token_mass": ("mean",),
+    "row_mass": ("mean",),
+    "score_max": ("q50", "q99", "max"),
+    "score_std": ("q50", "q90"),
+}
+"""Measures of ``concentration``, and what is taken over the rows."""
+
+CHOICE = ("entropy_nats", "normalized_entropy", "p_max", "effective_keys", "sink_mass",
+          "first_token_mass", "score_std")  # fmt: skip
+"""Measures that say nothing about a row with a single visible key; such rows are left out."""
+
+THETA = ("q10", "q50", "q90", "q99")
+THETA_TOL = 1e-3
+"""Width of the bounds on theta: quantiles to three decimals."""
+
+WINDOW_FILL = -50.0
+"""Shifted windows add -100 to the scores of other windows' keys; that means "may not attend"."""
+
+OUTLIER_SIZE, OUTLIER_TOKENS = 6.0, 0.06
+"""A channel is an outlier where it reaches 6.0 in 6 % of the tokens (LLM.int8, section 3.2)."""
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """What a Jacobian needs of the first tokens of one sample.
+
+    Attributes:
+        hidden_states: ``[N, E]``.
+        attn_mask: ``[N, N]``, True = may attend, or None.
+        is_plain: Whether the call had neither bias, soft cap nor sink.
+    """
+
+    hidden_states: Float[Tensor, "N E"]
+    attn_mask: Bool[Tensor, "N N"] | None
+    is_plain: bool
+
+
+class SiteRows:
+    """Reduces the calls of one site.
+
+    Args:
+        site: Where.
+        num_queries: Queries looked at in each call; None for all.
+        num_first: Tokens of the first sample to keep for a Jacobian.
+    """
+
+    def __init__(self, site: AttentionSite, num_queries: int | None, num_first: int = 0):
+        self.site, self.num_queries, self.num_first = site, num_queries, num_first
+        self.rows: dict[str, list[Tensor]] = {}
+        self.raw_score_max = torch.full((site.num_heads,), -torch.inf, dtype=torch.float64)
+        self.similarity: list[Tensor] = []
+        self.output_square = torch.zeros(site.num_heads, dtype=torch.float64)
+        self.num_empty = self.num_nonfinite = self.num_calls = 0
+        self.num_tokens = self.num_looked_at = self.num_keys = 0
+        self.radius, self.hidden_max = 0.0, 0.0
+        self.outliers: set[int] = set()
+        self.dtype, self.device = "", ""
+        self.first: FirstTokens | None = None
+        self.broken_heads: set[int] = set()
+        self.not_measured: set[str] = set()
+
+    @torch.no_grad()
+    def add(self, call: AttentionCall) -> None:
+        """Take in a call.
+
+        Args:
+            call: What its kernel saw.
+        """
+        scores = scores_of(call)
+        self.num_calls += 1
+        self.dtype = str(call.query.dtype).removeprefix("torch.")
+        self.device = call.query.device.type
+        self.num_keys = max(self.num_keys, scores.num_keys)
+        self._add_hidden(call.hidden_states)
+        if self.first is None and self.num_first and call.hidden_states is not None:
+            self.first = first_tokens_of(call, call.hidden_states, self.num_first)
+        found = concentration(scores, ROWS, num_queries=self.num_queries)
+        self.num_tokens += found.num_queries * len(call.query)
+        self.num_looked_at += len(found.query_idx) * len(call.query)
+        self.num_empty += found.num_empty
+        self.num_nonfinite += found.num_nonfinite
+        has_choice = ~found.rows["normalized_entropy"].isnan()
+        for name, values in found.rows.items():
+            kept = values.masked_fill(~has_choice, torch.nan) if name in CHOICE else values
+            self._keep(name, kept)
+        self._add_raw_scores(call, scores)
+        broken = broken_heads(call)
+        self.broken_heads |= broken
+        if found.num_nonfinite or broken:
+            self.not_measured.add("theta, head similarity and output share: scores or values "
+                                  "are not finite")  # fmt: skip
+            return
+        self._add_weights(call, scores)
+
+    def _add_weights(self, call: AttentionCall, scores: AttentionScores) -> None:
+        bounds, query_idx = attention_sensitivity(
+            scores, num_queries=self.num_queries, tol=THETA_TOL
+        )
+        self._keep("theta_lower", bounds.lower)
+        self._keep("theta_upper", bounds.upper)
+        if scores.num_heads > 1:
+            self.similarity.append(
+                attention_head_similarity(scores, num_queries=self.num_queries).nanmean(0).cpu()
+            )
+        o_weight = head_output_weights(self.site)
+        for heads, outputs in head_outputs(scores, call.value, query_idx):
+            if o_weight is not None and outputs.shape[-1] == o_weight.shape[1]:
+                outputs = outputs @ o_weight[heads].to(outputs)
+            square = outputs.double().square().sum((0, 2, 3))
+            self.output_square[heads] += square.cpu()
+
+    def _add_raw_scores(self, call: AttentionCall, scores: AttentionScores) -> None:
+        raw = AttentionScores(call.query, call.key, 1.0)
+        for block in raw.blocks(scores.sample(self.num_queries)):
+            largest = block.scores.abs().amax((0, 2, 3)).double().cpu()
+            self.raw_score_max[block.heads] = torch.fmax(self.raw_score_max[block.heads], largest)
+
+    def _add_hidden(self, hidden_states: Float[Tensor, "B T E"] | None) -> None:
+        if hidden_states is None or not hidden_states.is_floating_point():
+            return
+        self.radius = max(self.radius, float(block_rms_norm(hidden_states.float()).max()))
+        sizes = hidden_states.abs().flatten(0, 1)
+        self.hidden_max = max(self.hidden_max, float(sizes.max()))
+        share = (sizes >= OUTLIER_SIZE).float().mean(0)
+        self.outliers |= set((share >= OUTLIER_TOKENS).nonzero()[:, 0].tolist())
+
+    def _keep(self, name: str, values: Float[Tensor, "B H N"]) -> None:
+        self.rows.setdefault(name, []).append(values.transpose(0, 1).flatten(1).cpu())
+
+    def records(self) -> Iterator[Record]:
+        """Yield the numbers of all calls together."""
+        looked = f"rows of {self.num_looked_at} of {self.num_tokens} queries"
+        for name, parts in self.rows.items():
+            values = torch.cat(parts, 1)
+            values = values[:, ~values.isnan().all(0)]
+            where = f"{looked} with two visible keys or more" if name in CHOICE else looked
+            for statistic in ROWS.get(name, THETA):
+                for head, value in enumerate(reduce_rows(values, statistic)):
+                    words = f"{STATISTICS[statistic]} over {where}"
+                    yield self._record(head, f"{name}_{statistic}", value, words)
+        yield from self._other_records(looked)
+
+    def _other_records(self, looked: str) -> Iterator[Record]:
+        words = "largest |query . key| before the scale, " + looked
+        for head, value in enumerate(self.raw_score_max.tolist()):
+            yield self._record(head, "raw_score_max", value, words)
+        if self.similarity:
+            mean = torch.stack(self.similarity).mean(0)
+            others = mean.masked_fill(torch.eye(len(mean), dtype=torch.bool), -torch.inf).amax(-1)
+            for head, value in enumerate(others.tolist()):
+                words = "mean cosine of its rows with those of the most similar other head"
+                yield self._record(head, "head_similarity_max", value, words)
+        total = float(self.output_square.mean()) ** 0.5
+        for head, square in enumerate(self.output_square.tolist() if total > 0 else []):
+            words = ("root mean square of what the head adds to the output (softmax, values, "
+                     "output projection), over that of the layer's heads")  # fmt: skip
+            yield self._record(head, "output_share", square**0.5 / total, words)
+        for head in sorted(self.broken_heads):
+            words = "1 where query, key or value of the head holds NaN or infinity"
+            yield self._record(head, "nonfinite_qkv", 1.0, words)
+        counts = {
+            "num_keys": (self.num_keys, "most keys of a call"),
+            "nonfinite_rows": (self.num_nonfinite, f"rows with a NaN or +inf score, {looked}"),
+            "empty_rows": (self.num_empty, f"rows that may attend to nothing, {looked}"),
+            "hidden_abs_max": (self.hidden_max, "largest entry of what the queries read"),
+            "outlier_channels": (len(self.outliers), "channels at 6.0 or more in 6 % of tokens"),
+            "scale": (self.site.scale, "factor on query . key that the host uses"),
+        }
+        for metric, (value, words) in counts.items():
+            yield self._record(WHOLE_LAYER, metric, float(value), words)
+
+    def _record(self, head: int, metric: str, value: float, words: str) -> Record:
+        return Record(self.site.name, self.site.layer_idx, head, metric, value, words)
+
+
+STATISTICS = {
+    "mean": "mean",
+    "max": "maximum",
+    "q10": "10 % quantile",
+    "q50": "median",
+    "q90": "90 % quantile",
+    "q99": "99 % quantile",
+}
+
+
+def reduce_rows(values: Float[Tensor, "H R"], statistic: str) -> list[float]:
+    """Take one statistic over the rows of each head.
+
+    Args:
+        values: NaN where a row was left out.
+        statistic: A key of ``STATISTICS``.
+
+    Returns:
+        One number a head; NaN without any row.
+    """
+    if values.shape[1] == 0:
+        return [float("nan")] * len(values)
+    if statistic == "mean":
+        return values.nanmean(-1).tolist()
+    if statistic == "max":
+        largest = values.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax(-1)
+        return largest.masked_fill(values.isnan().all(-1), torch.nan).tolist()
+    return row_quantiles(values, [int(statistic[1:]) / 100])[0].tolist()
+
+
+def first_tokens_of(
+    call: AttentionCall, hidden_states: Float[Tensor, "B T E"], num_first: int
+) -> FirstTokens | None:
+    """Keep the first tokens of the first sample, where tokens ask and are asked alike.
+
+    Args:
+        call: What its kernel saw.
+        hidden_states: Of the call.
+        num_first: How many tokens.
+
+    Returns:
+        Copies, or None where the queries are not the tokens of the hidden states.
+    """
+    if not call.query.shape[2] == call.key.shape[2] == hidden_states.shape[1]:
+        return None
+    visible = call.mask().visible()
+    if visible is not None:
+        size = (call.query.shape[2], call.key.shape[2])
+        visible = visible[0, 0].expand(size)[:num_first, :num_first].clone()
+    extras = (call.attn_bias, call.soft_cap, call.sink_score)
+    is_plain = all(part is None for part in extras)
+    if call.attn_bias is not None:  # a float mask of 0 and -inf is no bias
+        finite = call.attn_bias[call.attn_bias > torch.finfo(call.attn_bias.dtype).min / 2]
+        is_plain = all(part is None for part in extras[1:]) and not bool(finite.any())
+    return FirstTokens(hidden_states[0, :num_first].double(), visible, is_plain)
+
+
+def scores_of(call: AttentionCall) -> AttentionScores:
+    """Return what decides the scores of a call.
+
+    Args:
+        call: What its kernel saw.
+
+    Returns:
+        The scores, not yet computed.
+    """
+    bias = call.attn_bias
+    if bias is not None and call.site.kind == "window":
+        bias = bias.masked_fill(bias <= WINDOW_FILL, -torch.inf)
+    return AttentionScores(
+        call.query, call.key, call.scale, call.attn_mask, bias, call.is_causal,
+        call.sink_score, call.soft_cap,
+    )  # fmt: skip
+
+
+def broken_heads(call: AttentionCall) -> set[int]:
+    """Return the query heads of a call whose query, key or value is not finite.
+
+    Args:
+        call: What its kernel saw.
+
+    Returns:
+        Head numbers.
+    """
+    group = call.query.shape[1] // call.key.shape[1]
+
+    def broken(tensor: Tensor) -> Bool[Tensor, " H"]:
+        return ~tensor.isfinite().all(-1).all(-1).all(0)
+
+    found = broken(call.query)
+    found |= (broken(call.key) | broken(call.value)).repeat_interleave(group)
+    return set(found.nonzero()[:, 0].tolist())
+
+
+def head_output_weights(site: AttentionSite) -> Float[Tensor, "H D E"] | None:
+    """Return the output projection by head.
+
+    Args:
+        site: Where.
+
+    Returns:
+        ``W_O`` of each head, or None where there is none that can be read.
+    """
+    if site.layout.o is None or site.output_norm is not None:
+        return None
+    try:
+        o_weight = site.layout.o.weight.read()
+    except ValueError:
+        return None
+    return o_weight.unflatten(0, (site.num_heads, -1))
+
+
+def head_outputs(
+    scores: AttentionScores, value: Float[Tensor, "B Hkv S Dv"], query_idx: Tensor
+) -> Iterator[tuple[slice, Float[Tensor, "b h t Dv"]]]:
+    """Yield the softmax attention's output of chosen queries, block by block.
+
+    Args:
+        scores: Finite scores.
+        value: Values.
+        query_idx: Ascending positions of the queries.
+
+    Yields:
+        Which heads, and their outputs; zeros where a query may attend to nothing.
+    """
+    group = scores.num_heads // value.shape[1]
+    for block in scores.blocks(query_idx):
+        weights = _softmax(block, scores.sink_score)
+        kv_heads = slice(block.heads.start // group, block.heads.stop // group)
+        values = value[block.batch, kv_heads, : weights.shape[-1]].to(weights.dtype)
+        grouped = weights.unflatten(1, (-1, group)).flatten(2, 3) @ values
+        yield block.heads, grouped.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def _softmax(block: ScoreBlock, sink_score: Float[Tensor, " H"] | None) -> Tensor:
+    lse = block.scores.logsumexp(-1, keepdim=True)
+    if sink_score is not None:
+        lse = torch.logaddexp(lse, sink_score[block.heads].to(lse)[:, None, None])
+    return (block.scores - lse.nan_to_num(neginf=0.0)).exp()

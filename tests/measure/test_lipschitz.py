@@ -139,6 +139,9 @@ def test_biases_are_inside_the_bounds():
         )
         assert found <= local * ROUNDING
         assert local <= bound * ROUNDING
+        together = lipschitz_interval(states, *weights, q_bias=q_bias, k_bias=k_bias, **options)
+        expected = (bound, local, pytest.approx(found, rel=1e-9))
+        assert (together.bound, together.local_bound, together.found) == expected
 
 
 def ascend(seed, steps):

@@ -137,8 +137,8 @@ def local_lipschitz_bound(
     """
     weights = finite_heads(q_weight, k_weight, v_weight, o_weight, num_heads, num_kv_heads)
     group = num_heads // (num_kv_heads or num_heads)
-    q_biases = _split_bias(q_bias, num_heads, 1)
-    k_biases = _split_bias(k_bias, num_heads // group, group)
+    q_biases = split_bias(q_bias, num_heads, 1)
+    k_biases = split_bias(k_bias, num_heads // group, group)
     total = 0.0
     for query, key, value, output, own_q_bias, own_k_bias in zip(
         *weights, q_biases, k_biases, strict=True
@@ -209,8 +209,17 @@ def finite_heads(
     return weights
 
 
-def _split_bias(bias: Tensor | None, count: int, group: int) -> list[Tensor | None]:
-    """One bias a query head."""
+def split_bias(bias: Tensor | None, count: int, group: int) -> list[Tensor | None]:
+    """Take a bias apart by head.
+
+    Args:
+        bias: ``[count D]``, or None.
+        count: Heads it is made of.
+        group: Query heads that each of them serves.
+
+    Returns:
+        One bias a query head, or as many None.
+    """
     if bias is None:
         return [None] * (count * group)
     require_divides("the number of heads", count, "the bias' length", len(bias))

@@ -13,6 +13,7 @@ from levelhead.measure.lipschitz import (
     finite_heads,
     lipschitz_bound,
     local_lipschitz_bound,
+    split_bias,
 )
 from levelhead.measure.operators import FunctionJacobian
 from levelhead.shapes import require
@@ -86,6 +87,8 @@ def lipschitz_interval(
     num_kv_heads: int | None = None,
     attn_mask: Bool[Tensor, "#T #T"] | None = None,
     is_causal: bool = False,
+    q_bias: Float[Tensor, " HD"] | None = None,
+    k_bias: Float[Tensor, " HkvD"] | None = None,
 ) -> LipschitzInterval:
     """Enclose the local Lipschitz constant of one multi-head attention.
 
@@ -100,6 +103,8 @@ def lipschitz_interval(
         num_kv_heads: Hkv; H unless given.
         attn_mask: ``[T, T]``, True = may attend.
         is_causal: Hide later keys.
+        q_bias: ``[H D]`` or None. Biases on v and o do not enter.
+        k_bias: ``[Hkv D]`` or None.
 
     Returns:
         Bound, local bound and what power iteration found.
@@ -108,18 +113,30 @@ def lipschitz_interval(
     weights = (q_weight, k_weight, v_weight, o_weight)
     masks = {"attn_mask": attn_mask, "is_causal": is_causal}
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    local = local_lipschitz_bound(hidden_states, *weights, scale=scale, **heads, **masks)
+    biases = {"q_bias": q_bias, "k_bias": k_bias}
+    local = local_lipschitz_bound(hidden_states, *weights, scale=scale, **heads, **masks, **biases)
     bound = lipschitz_bound(
         *weights,
         radius=float(block_rms_norm(hidden_states.to(torch.float64))),
         temperature=1 / abs(scale),
+        q_bias=q_bias,
         **heads,
     )
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    by_head = zip(
+        *finite_heads(*weights, num_heads, num_kv_heads),
+        split_bias(q_bias, num_heads, 1),
+        split_bias(k_bias, kv_heads, num_heads // kv_heads),
+        strict=True,
+    )
     plain = [
-        (attention_head(hidden_states, query, key, value, scale=scale, **masks), output)
-        for query, key, value, output in zip(
-            *finite_heads(*weights, num_heads, num_kv_heads), strict=True
+        (
+            attention_head(
+                hidden_states, query, key, value, scale=scale, q_bias=own_q, k_bias=own_k, **masks
+            ),
+            output,
         )
+        for query, key, value, output, own_q, own_k in by_head
     ]
 
     def attention(states: Tensor) -> Tensor:

@@ -1,0 +1,124 @@
+"""Curves of a training as figures: a line or a band over seeds, spikes and broken values marked."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from levelhead.measure.curves import SPIKE_FACTORS, find_spikes
+
+_WINDOW = 32  # values before a step that say what is usual there
+_FEWEST = 8  # values before a step below which nothing is usual yet
+
+SPIKE_EQUATION = (
+    f"spike: r_t > median(r) + {SPIKE_FACTORS[1]:g} MAD(r),  "
+    f"r_t = x_t - median(x_{{t-{_WINDOW}}} .. x_{{t-1}})"
+)
+SPIKE_WORDS = (
+    "A triangle marks a spike: a value far above the ones before it. The rule is the one of Bae "
+    "et al. 2026 (Table 5) on the rise over the running median, so that a falling loss does not "
+    "make its own start a spike. A cross marks a value that is NaN or infinite."
+)
+
+
+def curve_spikes(values: Sequence[float]) -> tuple[int, ...]:
+    """Find what stands far above the values before it.
+
+        r_t = x_t - median(x_{t-32} .. x_{t-1}),   spike: r_t > median(r) + 9 MAD(r)
+
+    Args:
+        values: One number a step; NaN and infinite ones are no spikes.
+
+    Returns:
+        Positions of the spikes, ascending from 0; none among the first eight.
+    """
+    rises = [math.nan] * min(_FEWEST, len(values))
+    for place in range(_FEWEST, len(values)):
+        before = [x for x in values[max(0, place - _WINDOW) : place] if math.isfinite(x)]
+        rises.append(values[place] - median(before) if before else math.nan)
+    return tuple(p for p in find_spikes(rises, SPIKE_FACTORS[1]).steps if rises[p] > 0)
+
+
+def curve_figure(
+    name: str, title: str, curves: Mapping[str, Sequence[tuple[int, float]]]
+) -> dict[str, Any]:
+    """Draw one curve or several of the same quantity, each as it was logged.
+
+    Args:
+        name: Of the figure in the page.
+        title: The quantity.
+        curves: Label to (step, value) pairs.
+
+    Returns:
+        A figure of kind "lines".
+    """
+    series = []
+    for label, curve in curves.items():
+        spikes = curve_spikes([value for _, value in curve])
+        series.append(
+            {
+                "label": label or title,
+                "steps": [step for step, _ in curve],
+                "middle": [value for _, value in curve],
+                "spikes": list(spikes),
+            }
+        )
+    return lines_figure(name, title, series, [SPIKE_WORDS], [("spike", SPIKE_EQUATION)])
+
+
+def banded(label: str, curves: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any]:
+    """Sum the same curve of several seeds up.
+
+    Args:
+        label: Of the series.
+        curves: One a seed, as (step, value) pairs; a seed that broke is shorter.
+
+    Returns:
+        A series: at each step the mean over the seeds, their range and how many there are.
+    """
+    at: dict[int, list[float]] = {}
+    for curve in curves:
+        for step, value in curve:
+            at.setdefault(step, []).append(value)
+    steps = sorted(at)
+    return {
+        "label": label,
+        "steps": steps,
+        "middle": [fmean(at[step]) for step in steps],
+        "low": [min(at[step]) for step in steps],
+        "high": [max(at[step]) for step in steps],
+        "count": [len(at[step]) for step in steps],
+        "spikes": [],
+    }
+
+
+def lines_figure(
+    name: str,
+    title: str,
+    series: list[dict[str, Any]],
+    conventions: list[str],
+    equations: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """Lay out a chart over steps.
+
+    Args:
+        name: Of the figure in the page.
+        title: The quantity, unit included.
+        series: With label, steps, middle, and low and high where there is a band.
+        conventions: How the numbers were taken, in words.
+        equations: (label, equation) pairs.
+
+    Returns:
+        A figure of kind "lines".
+    """
+    return {
+        "id": name,
+        "kind": "lines",
+        "title": title,
+        "words": [],
+        "conventions": conventions,
+        "equations": list(equations),
+        "details": [],
+        "x_label": "step",
+        "series": series,
+    }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from levelhead.parts.scores import UnscaledNorm
 from levelhead.sites.host import Host, Installed, installed_in
-from levelhead.sites.saved_config import remove_saved, write_saved
+from levelhead.sites.saved_config import mark_initialized, remove_saved, write_saved
 from levelhead.sites.sites import AttentionSite
 from levelhead.variants import Variant
 
@@ -23,6 +23,7 @@ class LandmarkHost(Host):
     def install(self, site: AttentionSite, installed: Installed) -> None:
         """Add the child, and a hook for the output terms."""
         super().install(site, installed)
+        mark_initialized(installed)
         if isinstance(installed.early_norm, UnscaledNorm):
             installed.early_scale = 1.0 / site.scale
         if any(True for _ in installed.inner.outputs()):

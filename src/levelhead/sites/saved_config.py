@@ -1,8 +1,9 @@
-"""What a converted model of transformers leaves in its configuration, and so in config.json.
+"""What transformers' own machinery must know of a converted model.
 
 ``save_pretrained`` writes the configuration, whoever calls it (a ``Trainer`` too). The key
 ``attn_implementation`` makes a plain ``from_pretrained`` fail in a process that does not know
-the name, and ``levelhead`` tells ``levelhead.from_pretrained`` what to build.
+the name, and ``levelhead`` tells ``levelhead.from_pretrained`` what to build. ``init_weights``
+draws every layer anew that is not marked.
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,19 @@ from typing import Any
 
 from torch import nn
 
-from levelhead.sites.host import SAVED, installed_in
+from levelhead.sites.host import SAVED, Installed, installed_in
 from levelhead.sites.sites import AttentionSite
 from levelhead.variants import Variant
+
+
+def mark_initialized(installed: Installed) -> None:
+    """Keep ``post_init`` and ``init_weights`` away from the parameters of a variant.
+
+    Args:
+        installed: What was put into an attention module.
+    """
+    for part in (*installed.modules(), *installed.parameters()):
+        vars(part)["_is_hf_initialized"] = True
 
 
 def write_saved(

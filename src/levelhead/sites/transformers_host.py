@@ -10,7 +10,7 @@ from levelhead.shapes import require
 from levelhead.sites.build import build_installed
 from levelhead.sites.host import CHILD, LEFT_ALONE, Host, Installed, installed_in
 from levelhead.sites.packing import keep_documents_apart
-from levelhead.sites.saved_config import remove_saved, write_saved
+from levelhead.sites.saved_config import mark_initialized, remove_saved, write_saved
 from levelhead.sites.sites import AttentionSite
 from levelhead.sites.transformers_call import HIDDEN_STATES
 from levelhead.sites.transformers_names import register_converted
@@ -42,6 +42,7 @@ class TransformersHost(Host):
     def install(self, site: AttentionSite, installed: Installed) -> None:
         """Add the child, and the hook that hands hidden states on."""
         super().install(site, installed)
+        mark_initialized(installed)
         if installed.variant.needs_hidden_states:
             site.module.register_forward_pre_hook(hand_on_hidden_states, with_kwargs=True)
 

@@ -21,7 +21,8 @@ def is_parameter_free(variant: Variant) -> bool:
     """
     if variant.has_projections or variant.needs_hidden_states:
         return False
-    return not any(any(part.parameters()) for part in _parts(variant).values())
+    parameters = (next(part.parameters(), None) for part in _parts(variant).values())
+    return all(parameter is None for parameter in parameters)
 
 
 def _parts(variant: Variant) -> dict[str, Any]:

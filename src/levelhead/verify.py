@@ -13,16 +13,9 @@ from levelhead.sites.find import find_attention
 from levelhead.sites.host import installed_in
 from levelhead.sites.reading import Reader
 from levelhead.store_checksum import checksum
-from levelhead.verify_checks import (
-    FAILED,
-    Check,
-    Subject,
-    check_cache,
-    check_leak,
-    check_on_path,
-    check_padding,
-    check_parity,
-)
+from levelhead.verify_checks import check_cache, check_leak, check_padding, check_parity
+from levelhead.verify_path import check_on_path
+from levelhead.verify_subject import FAILED, PASSED, Check, Subject
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ def verify(
 ) -> Verification:
     """Check a converted model on one batch.
 
-    Parity: the same model converted to plain softmax gives the outputs of the stock model.
+    Parity: with every part set to plain softmax, the model gives the outputs of the stock model.
     Scale: and the scores. Mask leak: a changed token moves no output that it does not move in the
     stock model and, in a causal model, none before it. On path: nudging the attention of any layer
     moves the output, and so do its parameters. Padding: what stands in the padding moves nothing
@@ -120,9 +113,9 @@ def verify(
             check_cache(subject),
         ]
     after = checksum(model.state_dict())
-    holds = "passed" if before == after else FAILED
+    holds = PASSED if before == after else FAILED
     checks.append(Check("checksum", holds, f"{after[:16]} before and after"))
-    variants = sorted({str(installed_in(site.module).variant) for site in sites})  # pyright: ignore[reportOptionalMemberAccess]
+    variants = sorted({str(installed.variant) for _, installed in subject.parts()})
     title = f"{'; '.join(variants)}: {len(sites)} of {len(found)} attentions converted"
     verification = Verification(title, tuple(checks))
     if verification.failed:

@@ -46,7 +46,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield output
     elif isinstance(output, Mapping):
         for name, value in output.items():
-            if name != "past_key_values":
+            if name not in ("past_key_values", "cache"):
                 yield from tensors_in(value)
     elif isinstance(output, Sequence) and not isinstance(output, str):
         for value in output:

@@ -1,111 +1,38 @@
-"""The single checks of the self-check: each returns what it found, in one line."""
+"""The checks that compare with stock: each returns what it found, in one line."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from levelhead.capture import capture
-from levelhead.convert import convert, restore
-from levelhead.parts.scores import DotProduct
+from levelhead.convert_start import factored, multiply
+from levelhead.sites.build import build_installed
 from levelhead.sites.calls import AttentionCall
-from levelhead.sites.host import Installed, installed_in
-from levelhead.sites.sites import AttentionSite
-from levelhead.verify_batch import Tokens, find_padding, find_tokens, run, tensors_in
+from levelhead.sites.find import find_attention
+from levelhead.sites.host import host_of, installed_in
+from levelhead.variants import parse_variant
+from levelhead.verify_batch import Padded, Tokens, find_padding, find_tokens, run, tensors_in
+from levelhead.verify_subject import (
+    FAILED,
+    PASSED,
+    SKIPPED,
+    STILL,
+    TOLERANCE,
+    Check,
+    Subject,
+    distance,
+    verdict,
+)
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
-TOLERANCE = {
-    torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2,
-}  # fmt: skip
-"""Largest difference of two right answers, relative to the largest value."""
-STILL = {
-    torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3,
-}  # fmt: skip
-"""Largest difference, likewise, that counts as "did not move"."""
 PROBED_ROWS = 16
 LAST_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Check:
-    """What one check found.
-
-    Attributes:
-        name: What was checked.
-        status: "passed", "failed" or "skipped".
-        detail: Figures, or the reason.
-    """
-
-    name: str
-    status: str
-    detail: str
-
-
-@dataclass
-class Subject:
-    """What is checked.
-
-    Attributes:
-        model: The converted model, in evaluation mode.
-        batch: One batch for it.
-        sites: Its converted attentions.
-        is_causal: Whether the future must be hidden; None to take the sites' word.
-        options: ``readers`` and ``ignore`` of ``find_attention``.
-        stock: A copy that runs its own attention again.
-    """
-
-    model: nn.Module
-    batch: Any
-    sites: list[AttentionSite]
-    is_causal: bool | None
-    options: dict[str, Any] = field(default_factory=dict)
-    stock: nn.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stock = copy.deepcopy(self.model)
-        restore(self.stock, **self.options)
-
-    @property
-    def hides_the_future(self) -> bool:
-        """Whether no output may depend on a later token."""
-        if self.is_causal is not None:
-            return self.is_causal
-        own = [site for site in self.sites if site.kind == "self"]
-        return bool(own) and all(site.is_causal for site in own)
-
-
-def _verdict(name: str, holds: bool, detail: str) -> Check:
-    return Check(name, PASSED if holds else FAILED, detail)
-
-
-def distance(found: Any, expected: Any) -> tuple[float, torch.dtype]:
-    """Return the largest difference of two outputs, relative to the largest value expected.
-
-    Args:
-        found: Tensors, in any nesting.
-        expected: The same.
-
-    Returns:
-        The difference (inf where it is NaN or shapes differ), and the narrowest dtype.
-    """
-    worst, dtype = 0.0, torch.float64
-    pairs = list(zip(tensors_in(found), tensors_in(expected), strict=True))
-    for one, other in pairs:
-        if one.shape != other.shape:
-            return float("inf"), other.dtype
-        scale = other.abs().max().clamp_min(torch.finfo(other.dtype).tiny).double()
-        difference = float(((one.double() - other.double()).abs().max() / scale).item())
-        worst = max(worst, difference if difference == difference else float("inf"))
-        dtype = min(dtype, other.dtype, key=lambda d: torch.finfo(d).bits)
-    return worst, dtype
-
-
 def check_parity(subject: Subject) -> list[Check]:
-    """Convert a copy of the stock model to plain softmax: outputs and scores must be the stock's.
+    """Neutralise every part of a copy: outputs and scores must be those of the stock model.
 
     Args:
         subject: What is checked.
@@ -114,12 +41,10 @@ def check_parity(subject: Subject) -> list[Check]:
         Two rows: "parity" and "scale".
     """
     stock_scores, stock_output = _scores_and_output(subject.stock, subject.batch, subject)
-    neutral = copy.deepcopy(subject.stock)
-    convert(neutral, "softmax", [site.name for site in subject.sites], **subject.options)
-    scores, output = _scores_and_output(neutral, subject.batch, subject)
+    scores, output = _scores_and_output(neutral_copy(subject), subject.batch, subject)
     difference, dtype = distance(output, stock_output)
     allowed = TOLERANCE[dtype]
-    parity = _verdict(
+    parity = verdict(
         "parity",
         difference <= allowed,
         f"neutral and stock differ by {difference:.1e} of the largest output (at most {allowed})",
@@ -127,15 +52,44 @@ def check_parity(subject: Subject) -> list[Check]:
     return [parity, _scale_row(subject, scores, stock_scores, allowed)]
 
 
+def neutral_copy(subject: Subject) -> nn.Module:
+    """Return a copy in which every converted attention is plain softmax, by the same path.
+
+    What was installed stays: its scale, its masks, its place in the host. Only its parts give way
+    to those of plain softmax (beside a cap and a sink of the host's own), and a projection that
+    makes up for a neutral start is divided again.
+
+    Args:
+        subject: What is checked.
+
+    Returns:
+        The copy.
+    """
+    model = copy.deepcopy(subject.model)
+    for site in find_attention(model, **subject.options):
+        installed, host = installed_in(site.module), host_of(site)
+        if installed is None or host is None:
+            continue
+        multiply(factored(site, installed.factor_on), 1 / installed.factor)
+        plain = build_installed(site, host, parse_variant("softmax"))
+        inner, own = installed.inner, plain.inner
+        inner.variant, inner.norm, inner.cap = own.variant, own.norm, own.cap
+        inner.normaliser, inner.weights = own.normaliser, None
+        inner.precondition = inner.gate = None
+        installed.projections, installed.early_norm = plain.projections, None
+        installed.early_scale = plain.early_scale
+    return model
+
+
 def _scale_row(
     subject: Subject, scores: dict[str, Tensor], stock: dict[str, Tensor], allowed: float
 ) -> Check:
-    used = sorted({installed.inner.norm.score_scale(s.scale) for s, installed in _parts(subject)})
+    used = sorted({installed.inner.norm.score_scale(s.scale) for s, installed in subject.parts()})
     in_use = "scale in use: " + ", ".join(f"{scale:.6g}" for scale in used)
     if not stock or set(scores) != set(stock):
         return Check("scale", SKIPPED, f"{in_use}; the scores of stock could not be seen")
     worst = max(distance(scores[name], stock[name])[0] for name in stock)
-    return _verdict(
+    return verdict(
         "scale", worst <= allowed, f"{in_use}; neutral and stock scores differ by {worst:.1e}"
     )
 
@@ -227,100 +181,28 @@ def check_padding(subject: Subject) -> Check:
     name, padded = "padding", find_padding(subject.model, subject.batch)
     if padded is None:
         return Check(name, SKIPPED, "the batch has no tokens that could be padding")
-    tokens, is_padding = padded.tokens, padded.is_padding
-    outputs = [run(subject.model, b) for b in (tokens.batch, tokens.changed(is_padding))]
-    if not padded.shares_positions:
-        difference, dtype = distance(outputs[1], outputs[0])
-        return _verdict(name, difference <= STILL[dtype], f"outputs moved by {difference:.1e}")
-    if tokens.positions_of(outputs[0]) is None:
+    moved, moved_in_stock = (_moved_by_padding(m, padded) for m in (subject.model, subject.stock))
+    if moved is None or moved_in_stock is None:
         return Check(name, SKIPPED, "no output has a row for each token")
-    before, after = (tokens.positions_of(output) for output in outputs)
-    assert before is not None
-    assert after is not None
-    moved = (after - before).abs().flatten(2).amax(dim=-1).masked_fill(is_padding, 0.0)
-    worst = float((moved.max() / before.abs().max()).item())
-    detail = f"{int(is_padding.sum())} padding tokens changed: others moved by {worst:.1e}"
-    return _verdict(name, worst <= STILL[before.dtype], detail)
+    detail = f"{int(padded.is_padding.sum())} padding tokens changed: others moved by {moved:.1e}"
+    still = STILL[next(tensors_in(run(subject.stock, subject.batch))).dtype]
+    if moved_in_stock > still:
+        return Check(name, SKIPPED, f"{detail}, and in stock by {moved_in_stock:.1e}")
+    return verdict(name, moved <= still, detail)
 
 
-def check_on_path(subject: Subject) -> Check:
-    """Nudge the attention of each layer, then its parameters: the output must move each time.
-
-    Args:
-        subject: What is checked.
-
-    Returns:
-        The row "on path".
-    """
-    before = run(subject.model, subject.batch)
-    unmoved = []
-    for site, installed in _parts(subject):
-        probes: list[tuple[str, Callable[..., Any]]] = [("attention", _nudged_queries)]
-        if next(installed.parameters(), None) is not None:
-            probes.append(("parameters", _nudged_parameters))
-        for what, nudged in probes:
-            with nudged(installed):
-                difference, dtype = distance(run(subject.model, subject.batch), before)
-            if difference <= STILL[dtype]:
-                unmoved.append(f"{site.name} ({what})")
-    if unmoved:
-        return Check("on path", FAILED, f"the output does not depend on {', '.join(unmoved)}")
-    return Check(
-        "on path", PASSED, f"nudging any of {len(subject.sites)} attentions moves the output"
-    )
-
-
-def _parts(subject: Subject) -> Iterator[tuple[AttentionSite, Installed]]:
-    for site in subject.sites:
-        installed = installed_in(site.module)
-        assert installed is not None
-        yield site, installed
-
-
-class _NudgedNorm(DotProduct):
-    """A norm part followed by noise on the queries."""
-
-    def __init__(self, norm: DotProduct):
-        super().__init__()
-        self.norm = norm
-
-    def prepare_query(self, query: Tensor) -> Tensor:
-        query = self.norm.prepare_query(query)
-        return query + 2 * query.std() * _noise(query)
-
-    def prepare_key(self, key: Tensor) -> Tensor:
-        return self.norm.prepare_key(key)
-
-    def score_scale(self, scale: float) -> float:
-        return self.norm.score_scale(scale)
-
-
-def _noise(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator).to(like)
-
-
-@contextmanager
-def _nudged_queries(installed: Installed) -> Iterator[None]:
-    norm = installed.inner.norm
-    installed.inner.norm = _NudgedNorm(norm)
-    try:
-        yield
-    finally:
-        installed.inner.norm = norm
-
-
-@contextmanager
-def _nudged_parameters(installed: Installed) -> Iterator[None]:
-    parameters: Sequence[Tensor] = list(installed.parameters())
-    kept = [parameter.clone() for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.add_(parameter.abs() + 0.5 + 0.5 * _noise(parameter))
-        yield
-    finally:
-        for parameter, values in zip(parameters, kept, strict=True):
-            parameter.copy_(values)
+def _moved_by_padding(model: nn.Module, padded: Padded) -> float | None:
+    """By how much outputs of tokens that are not padding move, relative to the largest."""
+    tokens, is_padding = padded.tokens, padded.is_padding
+    outputs = [run(model, batch) for batch in (tokens.batch, tokens.changed(is_padding))]
+    rows = tokens if padded.shares_positions else find_tokens(model, tokens.batch)
+    before, after = (rows and rows.positions_of(output) for output in outputs)
+    if before is None or after is None:
+        return None
+    difference = (after - before).abs().flatten(2).amax(dim=-1)
+    if padded.shares_positions:
+        difference = difference.masked_fill(is_padding, 0.0)
+    return float((difference.max() / before.abs().max()).item())
 
 
 def check_cache(subject: Subject) -> Check:
@@ -338,16 +220,22 @@ def check_cache(subject: Subject) -> Check:
         return Check(name, SKIPPED, reason)
     ids = subject.batch["input_ids"]
     full = model(input_ids=ids, use_cache=False).logits
-    past, pieces = None, []
+    keyword, past, pieces = _cache_keyword(model), None, []
     for piece in ids.split([ids.shape[1] - LAST_STEPS, LAST_STEPS - 1, 1], dim=1):
-        output = model(input_ids=piece, past_key_values=past, use_cache=True)
-        past = output.past_key_values
+        output = model(input_ids=piece, use_cache=True, **{keyword: past})
+        past = getattr(output, keyword)
         pieces.append(output.logits)
     difference, dtype = distance(torch.cat(pieces, dim=1), full)
     sizes = f"{ids.shape[1] - LAST_STEPS} + {LAST_STEPS - 1} + 1 tokens"
-    return _verdict(
+    return verdict(
         name, difference <= TOLERANCE[dtype], f"{sizes}: logits differ by {difference:.1e}"
     )
+
+
+def _cache_keyword(model: nn.Module) -> str:
+    """What this version of transformers calls the cache."""
+    known = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in known else "past_key_values"
 
 
 def _no_cache(subject: Subject) -> str:
@@ -361,7 +249,7 @@ def _no_cache(subject: Subject) -> str:
     has_ids = isinstance(batch, dict) and isinstance(batch.get("input_ids"), Tensor)
     if not has_ids or batch["input_ids"].shape[1] <= LAST_STEPS:
         return f"the batch has no input_ids of more than {LAST_STEPS} tokens"
-    for _, installed in _parts(subject):
+    for _, installed in subject.parts():
         if installed.inner.weights is not None and not installed.inner.weights.counts_visible:
             return "affine(count='keys') depends on the number of keys so far, by definition"
     return ""

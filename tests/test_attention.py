@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import levelhead as lh
 from cases import (
@@ -106,6 +108,46 @@ def test_fused_equals_reference_on_any_sizes(data):
     inner = make_inner(variant, num_heads, num_kv_heads, training=training)
     inputs = make_inputs(num_heads, num_kv_heads, sizes=(num_queries, num_keys))
     assert_fused_equals_reference(inner, inputs, **call)
+
+
+class LargestFloat(TorchDispatchMode):
+    """Remembers the size of the largest floating-point tensor that an operator returned."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                self.size = max(self.size, leaf.untyped_storage().nbytes() // leaf.itemsize)
+        return result
+
+
+LONG = (67, 71)
+
+
+@pytest.mark.parametrize(
+    "visibility",
+    [v for v in masks(*LONG) if v not in ("dense", "bias", "bias_minimum", "causal_dense")],
+)
+@pytest.mark.parametrize(
+    "variant", [v for v in (*inner_terms(), *INNER_OPTIONS) if "cap" not in v]
+)
+def test_no_fused_form_builds_a_matrix_of_scores(variant, visibility):
+    """A mask of T x S for each sample at most, never a matrix for each head, as the plain form."""
+    if "bias" in visibility:
+        call = {"attn_bias": torch.randn(1, 1, *LONG), "is_causal": "causal" in visibility}
+    else:
+        call = masks(*LONG)[visibility]
+    inner = make_inner(variant)
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(sizes=LONG)]
+    limit = BATCH * LONG[0] * LONG[1]
+    with LargestFloat() as fused:
+        inner(*inputs, **call).sum().backward()
+    assert fused.size <= limit
+    with LargestFloat() as plain:
+        lh.reference_attention(inner, *inputs, **call)
+    assert plain.size > limit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -193,7 +193,8 @@ def resolve_mask(
         key: For its length.
         attn_mask: Boolean, True = may attend; ``[T, S]`` or broadcastable ``[B, H, T, S]``.
         attn_bias: Float, added to the scores; same shapes. Values at or below
-            ``finfo(dtype).min / 2`` mean "may not attend" and become -inf.
+            ``finfo(dtype).min / 2``, of the narrower of the bias's and the query's dtype, mean
+            "may not attend" and become -inf.
         is_causal: Forbid the future, bottom-right.
 
     Returns:
@@ -227,8 +228,9 @@ def resolve_mask(
                 )
             )
         attn_bias = _four_axes("attn_bias", attn_bias, sizes)
-        _require_no_nan(attn_bias)
-        lowest = torch.finfo(attn_bias.dtype).min / 2
+        narrowest = min(torch.finfo(t.dtype).max for t in (attn_bias, query))
+        _require_finite_or_forbidden(attn_bias, narrowest)
+        lowest = -narrowest / 2
         attn_bias = attn_bias.masked_fill(attn_bias <= lowest, -torch.inf)
     return AttentionMask(sizes[2], sizes[3], query.device, attn_mask, attn_bias, is_causal)
 
@@ -258,14 +260,15 @@ def _four_axes(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> T
     return tensor if tensor.ndim == 4 else tensor[None, None]
 
 
-def _require_no_nan(attn_bias: Tensor) -> None:
+def _require_finite_or_forbidden(attn_bias: Tensor, highest: float) -> None:
     if torch.compiler.is_compiling() or attn_bias.device.type != "cpu" or not attn_bias.numel():
         return
     largest = attn_bias.detach().amax().item()  # NaN wins a maximum; no T x S copy is made
     require(
-        largest < torch.inf,
+        largest <= highest,
         "attn_bias may hold finite numbers and -inf",
         f"a maximum of {largest}",
+        f"at most {highest}, the largest number of its dtype and of the query's",
     )
 
 
@@ -339,7 +342,7 @@ def visible_mean(
     if visible.shape[1] == 1:
         num_heads = value.shape[1]
     query = value.new_zeros(value.shape[0], num_heads, mask.num_queries, value.shape[-1])
-    key = value.new_zeros(()).expand(value.shape)
+    key = torch.zeros_like(value)  # dense: an expanded zero would be left to the plain kernel
     return F.scaled_dot_product_attention(
         query, key, value, visible, enable_gqa=num_heads != value.shape[1]
     )

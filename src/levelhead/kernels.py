@@ -86,10 +86,13 @@ def find_lse_kernel(query: Tensor, key: Tensor, value: Tensor, has_mask: bool) -
         has_mask: Whether a mask or bias goes along (causality is not one).
 
     Returns:
-        A kernel, or None where this torch, device, dtype or shape has none.
+        A kernel, or None where this torch, device, dtype or shape has none, where flash kernels
+        are switched off (``torch.nn.attention.sdpa_kernel``) and inside ``torch.func``.
     """
     device = query.device.type
-    if not all(hasattr(torch.ops.aten, name) for name in _NEEDED.get(device, ("",))):
+    if _is_ruled_out() or not all(
+        hasattr(torch.ops.aten, name) for name in _NEEDED.get(device, ("",))
+    ):
         return None
     if value.shape[-1] != query.shape[-1] or 0 in query.shape or 0 in key.shape:
         return None
@@ -99,6 +102,13 @@ def find_lse_kernel(query: Tensor, key: Tensor, value: Tensor, has_mask: bool) -
     aligned = query.shape[-1] % 8 == 0 and query.shape[1] == key.shape[1]
     recent = torch.cuda.get_device_capability(query.device)[0] >= 8
     return _CUDA_FLASH if fits and aligned and recent and not has_mask else None
+
+
+def _is_ruled_out() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    inside_func = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+    return not torch.backends.cuda.flash_sdp_enabled() or inside_func()
 
 
 class SinkAttention(torch.autograd.Function):
@@ -118,6 +128,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        _refuse_second_derivative()
         query, key, value, sink_score, attn_bias, output, lse, *tensors = ctx.saved_tensors
         remaining = iter(tensors)
         saved = [
@@ -127,15 +138,25 @@ class SinkAttention(torch.autograd.Function):
         keep = _keep(lse, sink_score)
         (grad,) = grads
         wide = grad.to(keep.dtype)
-        along = (wide * output).sum(dim=-1, keepdim=True)
-        lost = (1 - keep) * along
+        direction, size = _without_size(wide)
+        lost = (1 - keep) * (direction * output).sum(dim=-1, keepdim=True)
+        square = direction.square().sum(dim=-1, keepdim=True).clamp_min(1.0)
         grad_qkv = ctx.kernel.backward(
             _dense_rows((wide * keep).to(grad.dtype)), query, key, value, attn_bias,
-            _dense_rows((output - lost * _over_square(wide)).to(output.dtype)), lse,
+            _dense_rows((output - lost * direction / square).to(output.dtype)), lse,
             ctx.is_causal, ctx.scale, saved,
         )  # fmt: skip
-        grad_sink = -(keep * lost).sum(dim=(0, 2, 3)).to(sink_score.dtype)
+        grad_sink = -(keep * lost * size).sum(dim=(0, 2, 3)).to(sink_score.dtype)
         return *grad_qkv, grad_sink, None, None, None, None
+
+
+def _refuse_second_derivative() -> None:
+    # The kernel's own gradient has none, and that of the sink would silently miss a term.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "the fused attention with a sink has no second derivative (create_graph=True); run "
+            "forward and backward under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        )
 
 
 def _dense_rows(rows: Tensor) -> Tensor:
@@ -149,13 +170,10 @@ def _keep(lse: Tensor, sink_score: Float[Tensor, " H"]) -> Float[Tensor, "B H T 
     return difference.sigmoid().unsqueeze(-1)
 
 
-def _over_square(rows: Tensor) -> Tensor:
-    """Return ``row / ||row||^2``, zero for zero rows, without squaring tiny numbers."""
-    largest = rows.abs().amax(dim=-1, keepdim=True)
-    largest = largest.masked_fill(largest == 0, 1.0)
-    scaled = rows / largest
-    square = scaled.square().sum(dim=-1, keepdim=True)
-    return scaled / (square.masked_fill(square == 0, 1.0) * largest)
+def _without_size(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows over their largest entry, and that entry: tiny numbers are never squared."""
+    size = rows.abs().amax(dim=-1, keepdim=True)
+    return rows / size.masked_fill(size == 0, 1.0), size
 
 
 BACKENDS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}

@@ -136,4 +136,4 @@ def extra_key_attention(
     output = F.scaled_dot_product_attention(
         query, key, padded_value, attn_mask, dropout_p, is_causal, scale=scale
     )
-    return output[..., -num_queries:, : value.shape[-1]]
+    return output[..., output.shape[-2] - num_queries :, : value.shape[-1]]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from levelhead.shapes import require
+from levelhead.shapes import require, without_autocast
 from levelhead.sites.calls import AttentionCall, Seen
 from levelhead.sites.find import find_attention
 from levelhead.sites.operations import OperationWatcher
@@ -146,7 +146,7 @@ class _Watch:
         found = vars(seen.with_four_axes(self.site.num_heads))
         found = {name: _detached(value) for name, value in found.items()}
         hidden_states = _tokens(_detached(self.hidden_states))
-        with _without_autocast(seen.query.device.type):
+        with without_autocast(seen.query.device.type):
             self.on_attention(
                 AttentionCall(self.site, call_idx, hidden_states=hidden_states, **found)
             )
@@ -218,15 +218,6 @@ def _without_fast_path() -> Iterator[None]:
 
 
 _fast_path_before: list[bool] = []
-
-
-@contextmanager
-def _without_autocast(device: str) -> Iterator[None]:
-    if not torch.amp.is_autocast_available(device):
-        yield
-        return
-    with torch.autocast(device, enabled=False):
-        yield
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from levelhead.shapes import at_least_float32
+from levelhead.shapes import at_least_float32, without_autocast
 from levelhead.stages.masks import AttentionMask
 
 
@@ -157,7 +157,8 @@ def plain_weights(
         Weights in the dtype of the query.
     """
     compute_dtype = at_least_float32(query.dtype)
-    scores = plain_scores(query.to(compute_dtype), key.to(compute_dtype), call.scale)
+    with without_autocast(query.device.type):
+        scores = plain_scores(query.to(compute_dtype), key.to(compute_dtype), call.scale)
     if inner.cap is not None:
         scores = inner.cap.cap(scores)
     attn_weights = inner.normaliser.plain(mask.apply(scores))

@@ -9,6 +9,7 @@ must hold, what came and what is valid.
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -161,6 +162,20 @@ def at_least_float32(*dtypes: torch.dtype) -> torch.dtype:
     for dtype in dtypes:
         compute_dtype = torch.promote_types(compute_dtype, dtype)
     return compute_dtype
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context in which no operator is brought to a lower precision.
+
+    Args:
+        device_type: Where it computes, as ``tensor.device.type``.
+
+    Returns:
+        A context; one that does nothing where the device has no autocast.
+    """
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def describe(value: Any) -> str:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
-from levelhead.shapes import at_least_float32, require, require_known
+from levelhead.shapes import at_least_float32, require, require_known, without_autocast
 from levelhead.stages.projections import (
     add_identity,
     add_identity_per_head,
@@ -251,7 +251,8 @@ class SigmaReparam(StepState, DerivedProjections):
                 right.copy_(new_right)
             left, right = new_left, new_right
         wide = weight.to(left.dtype)
-        return self.sigma[which] / (left @ wide @ right)
+        with without_autocast(weight.device.type):
+            return self.sigma[which] / (left @ wide @ right)
 
     def project(
         self, which: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None

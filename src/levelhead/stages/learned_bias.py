@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from levelhead.shapes import at_least_float32
+from levelhead.shapes import at_least_float32, without_autocast
 
 
 def learns_on_cpu(attn_bias: Tensor) -> bool:
@@ -51,7 +51,8 @@ def attention_with_learned_bias(
     if num_groups > 1:
         key, value = (rows.repeat_interleave(num_groups, dim=1) for rows in (key, value))
     query = query.to(compute_dtype) * scale if scale != 1.0 else query.to(compute_dtype)
-    scores = (query @ key.to(compute_dtype).mT).add_(attn_bias.to(compute_dtype))
+    with without_autocast(query.device.type):
+        scores = (query @ key.to(compute_dtype).mT).add_(attn_bias.to(compute_dtype))
     if allowed is not None:
         # Added, not filled in: a constant needs no backward pass.
         scores.add_(

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.shapes import at_least_float32
+from levelhead.shapes import at_least_float32, without_autocast
 
 
 def add_identity(
@@ -75,8 +75,9 @@ def spectral_correction(weight: Float[Tensor, "*batch E D"]) -> Float[Tensor, "*
     Source: Saratchandran & Lucey 2025, arXiv 2603.07162, theorem of the svd form.
     """
     wide = weight.detach().to(at_least_float32(weight.dtype))
-    u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
-    return (sigma[..., :1, None] * (u @ vh)).to(weight.dtype)
+    with without_autocast(weight.device.type):
+        u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
+        return (sigma[..., :1, None] * (u @ vh)).to(weight.dtype)
 
 
 def power_iteration(
@@ -94,5 +95,6 @@ def power_iteration(
         The new unit vectors ``left`` and ``right``.
     """
     wide = weight.detach().to(left.dtype)
-    right = F.normalize(wide.mT @ left, dim=0)
-    return F.normalize(wide @ right, dim=0), right
+    with without_autocast(weight.device.type):
+        right = F.normalize(wide.mT @ left, dim=0)
+        return F.normalize(wide @ right, dim=0), right

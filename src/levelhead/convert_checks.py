@@ -110,15 +110,18 @@ def check_no_optimizer(model: nn.Module) -> None:
         ValueError: An optimiser holds parameters of the model.
     """
     mine = set(map(id, model.parameters()))
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.optim.Optimizer):
-            continue
-        groups = getattr(candidate, "param_groups", [])
+    kinds = _subclasses(torch.optim.Optimizer)
+    for optimiser in [each for each in gc.get_objects() if type(each) in kinds]:
+        groups = getattr(optimiser, "param_groups", [])
         held = (id(parameter) for group in groups for parameter in group["params"])
         require(
             mine.isdisjoint(held),
             "a model must be converted before its optimiser is built, which would not train the "
             "new parameters",
-            f"a {type(candidate).__name__} that holds parameters of the model",
+            f"a {type(optimiser).__name__} that holds parameters of the model",
             "convert first; levelhead.parameter_groups(model, ...) puts them into groups",
         )
+
+
+def _subclasses(cls: type) -> set[type]:
+    return {cls}.union(*(_subclasses(child) for child in cls.__subclasses__()))

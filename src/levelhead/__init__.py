@@ -21,6 +21,8 @@ from levelhead.stages.masks import causal_mask, sliding_window_mask
 from levelhead.steps import track_steps
 from levelhead.store import from_pretrained, load, save
 from levelhead.variants import parse_variant, variants
+from levelhead.verify import verify
+from levelhead.verify_report import Verification, VerificationError
 
 __all__ = [
     "Attention",
@@ -29,6 +31,8 @@ __all__ = [
     "InitReport",
     "InnerAttention",
     "Merge",
+    "Verification",
+    "VerificationError",
     "capture",
     "causal_mask",
     "combinations",
@@ -52,4 +56,5 @@ __all__ = [
     "sliding_window_mask",
     "track_steps",
     "variants",
+    "verify",
 ]

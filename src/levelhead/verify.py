@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,42 +14,8 @@ from levelhead.sites.reading import Reader
 from levelhead.store_checksum import checksum
 from levelhead.verify_checks import check_cache, check_leak, check_padding, check_parity
 from levelhead.verify_path import check_on_path
-from levelhead.verify_subject import FAILED, PASSED, Check, Subject
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What the self-check found.
-
-    Attributes:
-        title: What was checked.
-        checks: One row a check.
-    """
-
-    title: str
-    checks: tuple[Check, ...]
-
-    @property
-    def failed(self) -> tuple[Check, ...]:
-        """The checks that failed."""
-        return tuple(check for check in self.checks if check.status == FAILED)
-
-    def __str__(self) -> str:
-        rows = [f"{check.name:10s} {check.status:8s} {check.detail}" for check in self.checks]
-        return "\n".join([self.title, "", *rows])
-
-
-class VerificationError(RuntimeError):
-    """The self-check of a converted model failed.
-
-    Attributes:
-        verification: All that was found.
-    """
-
-    def __init__(self, verification: Verification):
-        self.verification = verification
-        names = ", ".join(check.name for check in verification.failed)
-        super().__init__(f"the self-check failed ({names})\n{verification}")
+from levelhead.verify_report import FAILED, PASSED, Check, Verification, VerificationError
+from levelhead.verify_subject import Subject
 
 
 def verify(

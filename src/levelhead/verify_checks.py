@@ -15,17 +15,8 @@ from levelhead.sites.find import find_attention
 from levelhead.sites.host import host_of, installed_in
 from levelhead.variants import parse_variant
 from levelhead.verify_batch import Padded, Tokens, find_padding, find_tokens, run, tensors_in
-from levelhead.verify_subject import (
-    FAILED,
-    PASSED,
-    SKIPPED,
-    STILL,
-    TOLERANCE,
-    Check,
-    Subject,
-    distance,
-    verdict,
-)
+from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check, verdict
+from levelhead.verify_subject import STILL, TOLERANCE, Subject, distance
 
 PROBED_ROWS = 16
 LAST_STEPS = 3
@@ -234,7 +225,7 @@ def check_cache(subject: Subject) -> Check:
 
 def _cache_keyword(model: nn.Module) -> str:
     """What this version of transformers calls the cache."""
-    known = inspect.signature(model.forward).parameters
+    known = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in known else "past_key_values"
 
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from levelhead.sites.host import Installed
+from levelhead.sites.sites import AttentionSite
 from levelhead.verify_batch import run
-from levelhead.verify_subject import FAILED, PASSED, SKIPPED, STILL, Check, Subject, distance
+from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check
+from levelhead.verify_subject import STILL, Subject, distance
 
 
 def check_on_path(subject: Subject) -> Check:
@@ -34,7 +36,7 @@ def check_on_path(subject: Subject) -> Check:
             {"parameters": _nudged_parameters} if any(True for _ in installed.parameters()) else {}
         )
         missing = [what for what, nudged in probes.items() if not moves(nudged(installed))]
-        if missing and not moves(_nudged_module(site.module)):
+        if missing and (_ends_in_zeros(site) or not moves(_nudged_module(site.module))):
             silent.append(site.name)
         else:
             unmoved += [f"{site.name} ({what})" for what in missing]
@@ -56,21 +58,34 @@ def _nudged(tensor: Tensor) -> Tensor:
     return tensor + (1 + tensor.abs().amax()) * _noise(tensor)
 
 
+def _ends_in_zeros(site: AttentionSite) -> bool:
+    """Whether the host multiplies what its attention computes by zero."""
+    output = site.layout.o
+    return output is not None and not bool(output.weight.read().any())
+
+
 @contextmanager
 def _nudged_attention(installed: Installed) -> Iterator[None]:
     """Add noise to what the parts compute, whichever of them the host comes by."""
     inner = installed.inner
     places = [
         (inner.norm, "prepare_query"), (installed.early_norm, "prepare_query"),
-        (inner.normaliser, "fused"), (inner.normaliser, "plain"), (installed.projections, "adjust"),
+        (inner.normaliser, "fused"), (inner.normaliser, "plain"),
+        (installed.projections, "adjust"),
         *((part, "forward") for part in inner.outputs()),
     ]  # fmt: skip
     with ExitStack() as undo:
         for part, method in places:
             if part is not None:
+                undo.callback(_put_back, part, method, vars(part).get(method))
                 setattr(part, method, _followed_by_noise(getattr(part, method)))
-                undo.callback(vars(part).pop, method, None)
         yield
+
+
+def _put_back(part: nn.Module, method: str, before: Any) -> None:
+    vars(part).pop(method)
+    if before is not None:
+        setattr(part, method, before)
 
 
 def _followed_by_noise(method: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -13,7 +13,6 @@ from levelhead.sites.host import Installed, installed_in
 from levelhead.sites.sites import AttentionSite
 from levelhead.verify_batch import tensors_in
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2,
 }  # fmt: skip
@@ -22,21 +21,6 @@ STILL = {
     torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3,
 }  # fmt: skip
 """Largest difference, likewise, that counts as "did not move"."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """What one check found.
-
-    Attributes:
-        name: What was checked.
-        status: "passed", "failed" or "skipped".
-        detail: Figures, or the reason.
-    """
-
-    name: str
-    status: str
-    detail: str
 
 
 @dataclass
@@ -77,17 +61,6 @@ class Subject:
             return self.is_causal
         own = [site for site in self.sites if site.kind == "self"]
         return bool(own) and all(site.is_causal for site in own)
-
-
-def verdict(name: str, holds: bool, detail: str) -> Check:
-    """Return a row that passed or failed.
-
-    Args:
-        name: What was checked.
-        holds: Whether it passed.
-        detail: Figures.
-    """
-    return Check(name, PASSED if holds else FAILED, detail)
 
 
 def distance(found: Any, expected: Any) -> tuple[float, torch.dtype]:

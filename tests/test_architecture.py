@@ -29,7 +29,7 @@ LEVELS = {
     4: ("sites", "convert", "store", "register", "verify", "initialize", "effects", "capture"),
     5: ("diagnose", "diagnosis", "monitor", "report", "findings", "judge"),
     6: ("harness", "bench"),
-    7: ("cli", "commands", "diagnose_command"),
+    7: ("cli", "commands", "diagnose_command", "report_command"),
 }  # fmt: skip
 """The level of a module: that of its longest matching prefix."""
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import levelhead.bench
-from levelhead.exits import BAD_INPUT, INTERRUPTED, explain
+from levelhead.exits import BAD_INPUT, FAILED, INTERRUPTED, explain
 from levelhead.shapes import require, require_known
 from levelhead.terms import parse_terms
 
@@ -231,6 +231,54 @@ def _initializers() -> tuple[list[dict[str, Any]], tuple[str, ...]]:
 
 
 TABLES = {"variants": _variants, "initializers": _initializers}
+
+
+@app.command(epilog="Example: levelhead report runs/digits-1a2b3c4d --out report.html")
+def report(
+    path: Annotated[
+        Path,
+        typer.Argument(help="Folder of a `levelhead compare`, or a diagnosis saved as JSON."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to write; default report.html in the folder, or beside the JSON."),
+    ] = None,
+) -> None:
+    """Write one HTML page that shows a comparison or a diagnosis; it opens without a network."""
+    from levelhead.report_command import write_report
+
+    written, size = write_report(path, out)
+    print(f"{written}: {size / 1000:.0f} kB; open it in a browser.")
+
+
+@app.command(epilog="Example: levelhead verify vit_tiny_patch16_224 --variant 'quest + gate'")
+def verify(
+    model: Annotated[
+        str,
+        typer.Argument(help="Folder of a converted transformers model, or name of a timm model."),
+    ],
+    variant: Annotated[
+        str | None,
+        typer.Option(help="What to convert a timm model to; default quest."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
+    """Check a converted model on a random batch: parity, scale, leaks, path, padding, cache."""
+    from levelhead.verify_command import verify_named
+    from levelhead.verify_report import VerificationError
+
+    try:
+        found = verify_named(model, variant)
+    except VerificationError as error:
+        found = error.verification
+    _show_checks(found, as_json)
+
+
+def _show_checks(found: Any, as_json: bool) -> None:
+    rows = [vars(check) for check in found.checks]
+    print(json.dumps({"title": found.title, "checks": rows}, indent=2) if as_json else found)
+    if found.failed:
+        raise typer.Exit(FAILED)
 
 
 @app.command(

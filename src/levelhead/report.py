@@ -1,10 +1,11 @@
-"""One HTML file that shows a diagnosis or a comparison: works offline, asks nobody for anything."""
+"""One HTML file that shows a diagnosis or a comparison; it loads nothing from elsewhere."""
 
 from pathlib import Path
 
+from levelhead.report_comparison import run_page
 from levelhead.report_diagnosis import Diagnosed, diagnosis_page
 from levelhead.report_render import render_page
-from levelhead.report_runs import read_run, run_page
+from levelhead.report_runs import read_run
 
 
 def render_diagnosis(diagnosis: Diagnosed) -> str:

@@ -1,4 +1,4 @@
-"""Curves of a training as figures: a line or a band over seeds, spikes and broken values marked."""
+"""Curves of a training as figures: lines or bands over seeds; spikes and broken values marked."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ _WINDOW = 32  # values before a step that say what is usual there
 _FEWEST = 8  # values before a step below which nothing is usual yet
 
 SPIKE_EQUATION = (
-    f"spike: r_t > median(r) + {SPIKE_FACTORS[1]:g} MAD(r),  "
+    f"r_t > median(r) + {SPIKE_FACTORS[1]:g} MAD(r),  "
     f"r_t = x_t - median(x_{{t-{_WINDOW}}} .. x_{{t-1}})"
 )
 SPIKE_WORDS = (
@@ -63,7 +63,7 @@ def curve_figure(
                 "spikes": list(spikes),
             }
         )
-    return lines_figure(name, title, series, [SPIKE_WORDS], [("spike", SPIKE_EQUATION)])
+    return lines_figure(name, title, series, [SPIKE_WORDS], [("a spike", SPIKE_EQUATION)])
 
 
 def banded(label: str, curves: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any]:

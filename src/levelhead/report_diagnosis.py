@@ -1,33 +1,31 @@
-"""A diagnosis laid out as a page: verdict and findings first, then heads, depth, curves, tables."""
+"""A diagnosis laid out as a page: verdict, findings, heads, depth, curves, tables."""
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from levelhead.report_curves import curve_figure
+from levelhead.report_depth import depth_sections, section
 from levelhead.report_metrics import FAMILIES, Quantity, quantity_of, split_statistic
 
 WHOLE_LAYER = -1  # the head of a number that belongs to a whole layer
 _SEVERITIES = ("severe", "warning", "note")
-_MIDDLES = ("q50", "median", "mean", "", "max", "min")  # what a line shows, the best first
-_OPPOSITE = {"lower": "upper", "low": "high", "lo": "hi"}
 _FIRST_LOOK = ("entropy_nats_q50", "entropy_nats_mean", "p_max_q50", "p_max_mean")
-
-OVER_DEPTH = (
-    "Line: median over the heads of each layer (or the layer's own number). Band: from the lowest "
-    "to the highest quantile over the rows where there are some, each as the median over heads; "
-    "otherwise from the smallest to the largest head. Dots: single heads."
-)
 
 
 class Diagnosed(Protocol):
     """What the page needs of a ``Diagnosis``."""
 
-    records: Sequence[Any]
-    findings: Sequence[Any]
     verdict: str
-    meta: Mapping[str, Any]
-    curves: Mapping[str, Sequence[tuple[int, float]]]
+
+    @property
+    def records(self) -> Sequence[Any]: ...
+    @property
+    def findings(self) -> Sequence[Any]: ...
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
+    @property
+    def curves(self) -> Mapping[str, Sequence[tuple[int, float]]]: ...
 
 
 def diagnosis_page(diagnosis: Diagnosed) -> dict[str, Any]:
@@ -40,21 +38,27 @@ def diagnosis_page(diagnosis: Diagnosed) -> dict[str, Any]:
         What ``report_render.render_page`` draws.
     """
     layers = _layers(diagnosis)
-    metrics = _metrics(diagnosis.records, layers)
+    metrics = _metrics([record for record in diagnosis.records if record.layer], layers)
+    of_model = [
+        (record.metric, float(record.value), record.convention)
+        for record in diagnosis.records
+        if not record.layer
+    ]
     heads = {
         "layers": layers,
         "num_heads": max((len(m["values"][0]) for m in metrics if m["values"]), default=0),
         "metrics": metrics,
         "findings": _marks(diagnosis.findings, layers),
         "families": FAMILIES,
+        "of_model": of_model,
     }
     sections = [
         _heads_section(heads, diagnosis.findings),
-        *_depth_sections(metrics),
+        *depth_sections(metrics),
         _curves_section(diagnosis.curves),
         _table_section(heads),
     ]
-    sections = [section for section in sections if section["figures"]]
+    sections = [part for part in sections if part["figures"] or part["constants"]]
     model = str(diagnosis.meta.get("model", "") or "model")
     return {
         "kind": "diagnosis",
@@ -67,10 +71,14 @@ def diagnosis_page(diagnosis: Diagnosed) -> dict[str, Any]:
         "not_measured": [str(reason) for reason in diagnosis.meta.get("not_measured") or []],
         "readings": [],
         "sections": sections,
-        "meta": flat_meta(diagnosis.meta, without=("not_measured",)),
+        "meta": flat_meta(diagnosis.meta, without=("not_measured",))
+        + [
+            (f"{name.replace('_', ' ')} (whole model)", f"{value:.6g}")
+            for name, value, _ in of_model
+        ],
         "figures": {
             "heads": heads,
-            "figures": [figure for section in sections for figure in section["figures"]],
+            "figures": [figure for part in sections for figure in part["figures"]],
         },
     }
 
@@ -93,7 +101,13 @@ def flat_meta(
         name = f"{prefix}{key}".replace("_", " ")
         if key in without or value in (None, "", [], {}):
             continue
-        if isinstance(value, Mapping):
+        if (
+            isinstance(value, Mapping)
+            and len(value) > 1
+            and len(set(map(str, value.values()))) == 1
+        ):
+            lines.append((name, f"{next(iter(value.values()))} (all {len(value)})"))
+        elif isinstance(value, Mapping):
             lines += flat_meta(value, prefix=f"{name} / ")
         elif isinstance(value, (list, tuple)):
             lines.append((name, ", ".join(map(str, value))))
@@ -119,7 +133,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _layers(diagnosis: Diagnosed) -> list[dict[str, Any]]:
-    positions = {record.layer: record.layer_idx for record in diagnosis.records}
+    positions = {r.layer: r.layer_idx for r in diagnosis.records if r.layer}
     names = sorted(positions, key=lambda name: positions[name])
     found = [finding.layer for finding in diagnosis.findings if finding.layer]
     names = list(dict.fromkeys([*names, *found]))
@@ -239,100 +253,7 @@ def _heads_section(heads: dict[str, Any], findings: Sequence[Any]) -> dict[str, 
         "A row is a layer, a column is a head. Hover or move with the arrow keys for the number; "
         "click, tap or press Enter to see everything about a head."
     )
-    return _section("heads-map", "Layers and heads", intro, [figure] if first else [])
-
-
-def _depth_sections(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    sections = []
-    for family, heading in FAMILIES.items():
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for metric in metrics:
-            if metric["family"] == family:
-                groups.setdefault(_group(metric), []).append(metric)
-        figures = [_depth_figure(family, name, own) for name, own in groups.items()]
-        sections.append(_section(f"depth-{family}", f"{heading} over depth", "", figures))
-    return sections
-
-
-def _group(metric: Mapping[str, Any]) -> str:
-    """Which figure over depth a metric belongs to: kappa(J) stands beside what is said of it."""
-    if metric["family"] == "jacobian":
-        return "jacobian"
-    return metric["quantity"] + (" fused" if metric["base"].endswith("_fused") else "")
-
-
-def _depth_figure(family: str, name: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    quantities = {metric["quantity"]: metric for metric in metrics}
-    title = "kappa(J)" if family == "jacobian" else quantity_of(metrics[0]["name"]).label
-    return {
-        "id": f"depth-{family}-{re.sub('[^a-z0-9]+', '-', name.lower())}",
-        "kind": "depth",
-        "title": f"{title}, whole matrices" if name.endswith(" fused") else title,
-        "words": [m["words"] for m in quantities.values() if m["words"]],
-        "equations": [
-            (quantity_of(m["name"]).label, m["equation"])
-            for m in quantities.values()
-            if m["equation"]
-        ],
-        "conventions": [OVER_DEPTH],
-        "details": [(m["name"], "; ".join(m["conventions"])) for m in metrics if m["conventions"]],
-        "log": any(metric["log"] for metric in metrics),
-        "series": _series(metrics),
-    }
-
-
-def _series(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    by_base: dict[str, dict[str, str]] = {}
-    for metric in metrics:
-        by_base.setdefault(metric["base"], {})[metric["statistic"]] = metric["name"]
-    series = []
-    for base, own in by_base.items():
-        partner = _partner(base, by_base)
-        if partner == base:
-            continue
-        other = by_base.get(partner, own)
-        middle = next((s for s in _MIDDLES if s in own), next(iter(own)))
-        low, high = _ends(own)
-        series.append(
-            {
-                "label": base.replace("_", " "),
-                "style": _style(base),
-                "middle": own[middle],
-                "middle_upper": other.get(middle) if other is not own else None,
-                "low": own.get(low) if low else None,
-                "high": other.get(high) if high else None,
-                "taken": {"middle": middle, "low": low, "high": high},
-            }
-        )
-    return series
-
-
-def _partner(base: str, bases: Mapping[str, Any]) -> str:
-    """The upper end that belongs to a lower one; the base itself where it is an upper end."""
-    words = base.split("_")
-    for lower, upper in _OPPOSITE.items():
-        up = "_".join(upper if word == lower else word for word in words)
-        down = "_".join(lower if word == upper else word for word in words)
-        if up != base and up in bases:
-            return up
-        if down != base and down in bases:
-            return base
-    return ""
-
-
-def _ends(statistics: Mapping[str, str]) -> tuple[str, str]:
-    quantiles = sorted((int(s[1:]), s) for s in statistics if re.fullmatch(r"q\d+", s))
-    if len(quantiles) > 1:
-        return quantiles[0][1], quantiles[-1][1]
-    return ("min" if "min" in statistics else ""), ("max" if "max" in statistics else "")
-
-
-def _style(base: str) -> str:
-    """Solid is measured; a bound is dashed and the surrogate dotted, and both are named."""
-    words = base.split("_")
-    if "surrogate" in words:
-        return "surrogate"
-    return "bound" if "bound" in words else "measured"
+    return section("heads-map", "Layers and heads", intro, [figure] if first else [])
 
 
 def _curves_section(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
@@ -340,14 +261,10 @@ def _curves_section(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[s
         curve_figure(f"curve-{number}", name, {"": list(curve)})
         for number, (name, curve) in enumerate(curves.items())
     ]
-    return _section("curves", "Over training", "", figures)
+    return section("curves", "Over training", "", figures)
 
 
 def _table_section(heads: Mapping[str, Any]) -> dict[str, Any]:
     figure = {"id": "numbers", "kind": "numbers", "title": "Every number", "words": []}
-    intro = "Sort by a heading; the CSV holds all columns, unrounded conventions included."
-    return _section("tables", "Tables", intro, [figure] if heads["metrics"] else [])
-
-
-def _section(name: str, title: str, intro: str, figures: list[Any]) -> dict[str, Any]:
-    return {"id": name, "title": title, "intro": intro, "figures": figures}
+    intro = "Sort by a heading, filter by a word, take what you see as CSV."
+    return section("tables", "Tables", intro, [figure] if heads["metrics"] else [])

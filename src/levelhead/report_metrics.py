@@ -44,7 +44,7 @@ FAMILIES = {
 
 QUANTITIES = (
     Quantity(
-        key="theta", label="theta", family="sensitivity",
+        key="theta", label="sensitivity \u03b8", family="sensitivity",
         equation="theta(p) = 4 max_S p(S) (1 - p(S)),  ||J_softmax||_{inf->1} = theta / tau",
         words="How far a row's weights can move for the smallest push on its scores: 1 is the "
         "most sensitive, 0 a frozen (saturated) row. Certified from below and above.",
@@ -108,6 +108,37 @@ QUANTITIES = (
         words="Near 0 the row is uniform whatever the keys hold; large values saturate it.",
     ),
     Quantity(
+        key="raw score max", label="largest |q . k| before the scale", family="scores",
+        equation="max_s |q . k_s|",
+        words="What the dtype of the product must be able to hold.", is_log=True,
+    ),
+    Quantity(
+        key="freezing", label="freezing of the scores", family="scores",
+        equation="std_s(scores) / sqrt(2 ln num_{keys})",
+        words="From 1 on, Gaussian scores freeze a row onto few keys (random energy model, "
+        "Derrida 1981); far above it no gradient is left.",
+    ),
+    Quantity(
+        key="overflow", label="share of the dtype's range", family="scores",
+        equation="max_s |q . k_s| / max(dtype)",
+        words="At 1 the product of query and key overflows.", is_log=True,
+    ),
+    Quantity(
+        key="output share", label="a head's share of the output", family="other",
+        equation="rms(head) / rms(heads of the layer)",
+        words="1 is the layer's usual head; near 0 the head is dead.", is_log=True,
+    ),
+    Quantity(
+        key="hidden abs max", label="largest hidden state", family="stability",
+        equation="max |X|",
+        words="Largest entry of what the queries read; outliers make int8 hard.", is_log=True,
+    ),
+    Quantity(
+        key="outlier channels", label="outlier channels", family="stability",
+        equation="#{channels : |x| >= 6 in 6 % of the tokens}",
+        words="Channels that int8 quantisation would have to keep apart (Dettmers et al. 2022).",
+    ),
+    Quantity(
         key="score", label="scores", family="scores",
         equation="scores = scale q . k",
         words="Scaled, masked scores before softmax.",
@@ -117,24 +148,24 @@ QUANTITIES = (
         equation="kappa(X)^3 kappa(Lambda(P)) kappa(W_V) (kappa(W_Q) + kappa(W_K)) "
         "+ kappa(X) kappa(P)",
         words="The right-hand side printed in the papers, over non-zero singular values. "
-        "It is not a bound on kappa(J): violations are known.", is_log=True,
+        "It is not a bound on \u03ba(J): violations are known.", is_log=True,
     ),
     Quantity(
-        key="kappa bound", label="valid bound on kappa(J)", family="jacobian",
+        key="kappa bound", label="valid bound on \u03ba(J)", family="jacobian",
         equation="sqrt(||PX||^2 + ||X||^2 max_i ||M_i||^2 + ||Q||^2 max_i ||R_i||^2) / "
         "sigma_min(PX)",
         words="Holds wherever P X has full row rank (never for more tokens than width); "
         "infinite where nothing is known.", is_log=True,
     ),
     Quantity(
-        key="jacobian bound", label="valid bound on kappa(J)", family="jacobian",
+        key="jacobian bound", label="valid bound on \u03ba(J)", family="jacobian",
         equation="sqrt(||PX||^2 + ||X||^2 max_i ||M_i||^2 + ||Q||^2 max_i ||R_i||^2) / "
         "sigma_min(PX)",
         words="Holds wherever P X has full row rank (never for more tokens than width); "
         "infinite where nothing is known.", is_log=True,
     ),
     Quantity(
-        key="jacobian", label="kappa(J)", family="jacobian",
+        key="jacobian", label="\u03ba(J)", family="jacobian",
         equation="kappa(J) = sigma_max(J) / sigma_min(J),  J = [dA/dW_Q, dA/dW_K, dA/dW_V]",
         words="Condition number of the head's output with respect to its weights, over the "
         "non-zero singular values. Large: some directions of the weights hardly move the head.",

@@ -16,8 +16,8 @@ from importlib.resources import files
 from typing import Any
 
 _SCRIPTS = (
-    "dom.js", "colour.js", "axes.js", "chart.js", "heads.js", "depth.js", "lines.js", "intervals.js",
-    "table.js", "main.js",
+    "dom.js", "colour.js", "axes.js", "chart.js", "heads.js", "depth.js", "lines.js",
+    "intervals.js", "table.js", "main.js",
 )  # fmt: skip
 _DIGITS = 9  # significant, in the page's numbers: tables and CSV show them all
 

@@ -6,13 +6,13 @@ function chart(holder, spec) {
   const hidden = new Set();
   const legend = el("ul", { class: "legend", "aria-label": "Series; press to hide or show" });
   const place = el("div");
-  const canLog = finite(allValues(spec.series)).every((value) => value > 0);
+  const canLog = finite(allValues(spec.series)).every((value) => value > 0) && spread(allValues(spec.series)) > 3;
   const state = { isLog: spec.log && canLog && spread(allValues(spec.series)) > 20 };
   const box = el("input", { type: "checkbox", onchange: () => ((state.isLog = box.checked), draw()) });
   box.checked = state.isLog;
   const bar = el("div", { class: "bar" }, legend, canLog ? el("label", {}, box, "log scale") : null);
   spec.series.forEach((series, number) => legend.append(legendItem(series, number, hidden, () => draw())));
-  if (spec.series.length < 2 && !spec.series[0]?.style) legend.hidden = true;
+  if (spec.series.length < 2) legend.hidden = true;
   holder.append(bar, place);
   let width = 0;
   const draw = () => width && place.replaceChildren(plot(spec, spec.series.filter((s) => !hidden.has(s)), width, state.isLog));
@@ -22,7 +22,8 @@ function chart(holder, spec) {
 function legendItem(series, number, hidden, redraw) {
   series.number = number;
   const sample = svg("svg", { viewBox: "0 0 30 12", "aria-hidden": "true" }, svg("line", { x1: 1, x2: 29, y1: 6, y2: 6, ...lineLook(series) }), marker(number, 15, 6, 3, markLook(series)));
-  const button = el("button", { type: "button", "aria-pressed": "true" }, sample, series.label);
+  const button = el("button", { type: "button", "aria-pressed": "true" }, sample, el("span", {}, series.label));
+  if (/^W_/.test(series.label)) prettify(button.lastChild);
   button.addEventListener("click", () => {
     if (!hidden.delete(series)) hidden.add(series);
     button.setAttribute("aria-pressed", String(!hidden.has(series)));
@@ -65,7 +66,7 @@ function plot(spec, series, width, isLog) {
 }
 
 function xPlaces(spec, x, xs, width) {
-  if (!spec.names) return ticks(x, Math.max(2, Math.floor(width / 110))).map((value) => [x(value), show(value)]);
+  if (!spec.names) return ticks(x, Math.max(2, Math.floor(width / 80))).map((value) => [x(value), show(value)]);
   const every = Math.ceil((spec.names.length * (9 + 7 * Math.min(12, Math.max(...spec.names.map((n) => n.length))))) / width);
   return spec.names.map((name, place) => [x(place), name.length > 12 ? `${name.slice(0, 5)}\u2026${name.slice(-5)}` : name]).filter((_, place) => place % every === 0);
 }

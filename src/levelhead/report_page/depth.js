@@ -1,10 +1,8 @@
 // Figures over depth: the numbers of all heads, summed up a layer at a time.
 
-const MOST_DOTTED = 2; // series beyond which the dots of single heads hide each other
-
 function drawDepth(holder, figure) {
   const layers = PAGE.heads.layers;
-  const series = figure.series.map((s) => depthSeries(s, figure.series.length <= MOST_DOTTED));
+  const series = figure.series.map((s) => depthSeries(s, figure.series.length <= 2));
   chart(holder, { title: figure.title, series, log: figure.log, names: layers.map((l) => l.short), fullNames: layers.map((l) => l.name), xLabel: "layer" });
 }
 

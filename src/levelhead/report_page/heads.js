@@ -34,6 +34,7 @@ function chooseHead(layer, head) {
   Object.assign(heads, { layer, head, isChosen: true });
   redrawHeads();
   document.querySelector(".cell.chosen")?.focus({ preventScroll: true });
+  document.querySelector(".head-panel").scrollIntoView({ block: "nearest" });
 }
 
 function headScale(metric) {
@@ -46,8 +47,8 @@ function headMap(metric, width) {
   const { layers, num_heads: count, findings } = PAGE.heads;
   const longest = Math.max(...layers.map((layer) => layer.short.length), 2);
   const left = Math.min(14 + 7 * longest, width * 0.34);
-  const w = Math.min(54, (width - left - 20) / count);
-  const h = Math.max(17, Math.min(34, w * 0.8));
+  const w = Math.min(88, (width - left - 20) / count);
+  const h = Math.max(17, Math.min(32, w * 0.8));
   const scale = headScale(metric);
   const root = svg("svg", { viewBox: `0 0 ${width} ${26 + h * layers.length + 26}`, role: "grid", "aria-label": `${metric.label}, by layer and head` }, hatch());
   const every = Math.ceil(18 / w);

@@ -15,7 +15,7 @@ function intervals(figure, width) {
   const values = figure.rows.flatMap((r) => [r.middle, ...(r.interval ?? []), ...(r.thin ?? []), ...r.dots]);
   const x = makeScale([...values, figure.reference], left + 8, right - 8, false);
   const root = svg("svg", { viewBox: `0 0 ${width} ${bottom + 44}`, role: "group", "aria-label": figure.title });
-  for (const value of ticks(x, Math.max(2, Math.floor(width / 120)))) {
+  for (const value of ticks(x, Math.max(2, Math.floor(width / 80)))) {
     root.append(svg("line", { x1: x(value), x2: x(value), y1: top, y2: bottom, class: "grid-line" }), svg("text", { x: x(value), y: bottom + 18, "text-anchor": "middle" }, show(value)));
   }
   root.append(svg("text", { x: (left + right) / 2, y: bottom + 38, "text-anchor": "middle" }, figure.unit));
@@ -23,12 +23,12 @@ function intervals(figure, width) {
   root.append(svg("line", { x1: zero, x2: zero, y1: top - 6, y2: bottom, class: "reference" }));
   if (zero - left > 60) root.append(svg("text", { x: zero - 8, y: top - 12, "text-anchor": "end" }, `\u2190 ${figure.ends[0]}`));
   if (right - zero > 60) root.append(svg("text", { x: zero + 8, y: top - 12 }, `${figure.ends[1]} \u2192`));
-  figure.rows.forEach((r, n) => root.append(intervalRow(r, n, figure, x, top + row * (n + 0.5) + (isNarrow ? 8 : 0), left, isNarrow)));
+  figure.rows.forEach((r, n) => root.append(intervalRow(r, r.number, figure, x, top + row * (n + 0.5) + (isNarrow ? 8 : 0), left, isNarrow)));
   return root;
 }
 
 function intervalRow(r, number, figure, x, y, left, isNarrow) {
-  const colour = r.verdict === "baseline" ? "var(--soft)" : seriesColour(number);
+  const colour = seriesColour(number);
   const lines = [`${r.label}: ${r.verdict}`, `${r.middle >= 0 && figure.reference === 0 ? "+" : ""}${show(r.middle)} ${figure.unit}`];
   if (r.interval) lines.push(`95 % interval ${r.interval.map((v) => show(v)).join(" to ")}`);
   if (r.thin) lines.push(`${r.interval ? "bootstrap" : "range"} ${r.thin.map((v) => show(v)).join(" to ")}`);

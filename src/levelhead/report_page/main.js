@@ -43,8 +43,8 @@ function startFindings() {
     button.addEventListener("click", () => {
       const { layer, head, metric } = button.dataset;
       if (metricNamed(metric)?.values.length) heads.metric = metric;
-      document.getElementById("heads").scrollIntoView();
       chooseHead(Number(layer), Number(head));
+      document.getElementById("heads").scrollIntoView();
     });
   }
 }

@@ -76,6 +76,7 @@ function wideRows(metrics) {
 
 function longRows() {
   const rows = [["layer", "layer_idx", "head", "metric", "value", "convention"]];
+  for (const [name, value, words] of PAGE.heads.of_model) rows.push(["", -1, -1, name, toNumber(value), words]);
   for (const metric of PAGE.heads.metrics) {
     PAGE.heads.layers.forEach((layer, l) => {
       const add = (head, value) => value !== null && value !== undefined && rows.push([layer.name, layer.idx, head, metric.name, value, metric.conventions.join("; ")]);

@@ -101,6 +101,12 @@ def test_a_loss_that_is_not_regained_has_diverged_at_that_step(rng):
     assert divergence_step([math.nan, math.nan]) == 0
 
 
+@pytest.mark.parametrize("window", [1, 2, 7, 16, 17])
+def test_a_clean_jump_is_dated_to_its_step_whatever_the_window(window):
+    loss = [3 - step / 100 for step in range(200)] + [50.0] * 100
+    assert divergence_step(loss, window) == 200
+
+
 def test_a_loss_that_only_rises_has_diverged(rng):
     assert divergence_step(np.linspace(1, 9, 200) + 0.01 * rng.normal(size=200)) is not None
 

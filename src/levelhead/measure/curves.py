@@ -155,7 +155,7 @@ def divergence_step(values: ArrayLike, window: int = 16) -> int | None:
     below = np.flatnonzero(level <= limit)
     if below[-1] == len(level) - 1:
         return None
-    return int(finite[below[-1] + 1 + (window - 1) // 2])
+    return int(finite[below[-1] + 1 + window // 2])
 
 
 @dataclass(frozen=True)

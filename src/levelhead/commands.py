@@ -14,6 +14,7 @@ from rich.table import Table
 from typer.core import TyperCommand
 
 import levelhead.bench
+from levelhead.diagnose_command import add_to
 from levelhead.exits import BAD_INPUT, FAILED, INTERRUPTED, explain
 from levelhead.shapes import require, require_known
 from levelhead.terms import parse_terms
@@ -309,3 +310,6 @@ def benchmarks() -> list[str]:
     names = [module.name for module in pkgutil.iter_modules(levelhead.bench.__path__)]
     found = [n for n in names if hasattr(importlib.import_module(f"levelhead.bench.{n}"), "main")]
     return sorted(found)
+
+
+add_to(app)

@@ -1,0 +1,283 @@
+"""From a name on the command line to a model and a batch, and words about where they come from."""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from levelhead.diagnose import Curves
+from levelhead.harness.config import Cell, TaskSettings
+from levelhead.harness.seeding import named_seed
+from levelhead.harness.tasks import make_task
+from levelhead.harness.train import (
+    make_optimizer,
+    one_thread,
+    start_model,
+    training_step,
+    warmup_cosine,
+)
+from levelhead.shapes import require
+from levelhead.store import SPEC, load
+
+DEFAULT_TOKENS, DEFAULT_BATCH = 64, 4
+DATA_FORMS = "a .safetensors file of named arguments, a .npy array, or a .txt file"
+
+
+@dataclass
+class Loaded:
+    """A model ready to be diagnosed.
+
+    Attributes:
+        model: The model.
+        batch: What to call it with, or None.
+        origin: Where the batch comes from, in words.
+        curves: Of the run it comes from.
+    """
+
+    model: nn.Module
+    batch: Any
+    origin: str
+    curves: Curves = field(default_factory=dict)
+
+
+def load_named(name: str, data: Path | None, random_weights: bool = False) -> Loaded:
+    """Load a model by what the user wrote, and read or make its batch.
+
+    Args:
+        name: ``module:function``, a run's folder, a folder of transformers or levelhead, the name
+            of a timm model, or of one of transformers.
+        data: A file, see ``DATA_FORMS``; None makes a batch.
+        random_weights: Build a timm model without its trained weights.
+
+    Returns:
+        The model with its batch.
+
+    Raises:
+        ValueError: Nothing is known by that name, or the batch cannot be read or made.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        loaded = _from_folder(folder)
+    elif ":" in name and not folder.exists():
+        loaded = _from_function(name)
+    else:
+        loaded = _from_library(name, random_weights)
+    if data is not None:
+        loaded.batch = read_batch(data, name)
+        loaded.origin = f"read from {data}"
+    elif loaded.batch is None and not loaded.origin:
+        loaded.batch, loaded.origin = made_batch(loaded.model)
+    return loaded
+
+
+def _from_function(name: str) -> Loaded:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            function = getattr(function, part)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name} must name a function as module:function; {error}") from error
+    finally:
+        sys.path.pop(0)
+    made = function()
+    model, batch = made if isinstance(made, tuple) else (made, None)
+    is_model = isinstance(model, nn.Module)
+    came = type(model).__name__
+    require(is_model, f"{name} must return a module, or a module and a batch", came)
+    return Loaded(model, batch, "" if batch is None else f"from {name}")
+
+
+def _from_folder(folder: Path) -> Loaded:
+    if (folder / "cells.jsonl").exists():
+        return _from_run(folder)
+    if (folder / SPEC).exists():
+        return Loaded(load(folder), None, "")
+    must = "a folder must be a run, or hold a model of levelhead or transformers"
+    wanted = f"cells.jsonl, {SPEC} or config.json"
+    require((folder / "config.json").exists(), must, f"{folder} has none of them", wanted)
+    return Loaded(_from_transformers(str(folder)), None, "")
+
+
+def _from_library(name: str, random_weights: bool) -> Loaded:
+    looks_like_path = name.startswith((".", "/", "~")) or name.endswith((".pt", ".bin", ".pth"))
+    must = "MODEL must be a folder that exists, module:function, or a name of timm or transformers"
+    require(not looks_like_path, must, f"{name}, which is no folder")
+    timm = _installed("timm")
+    if timm is not None and timm.is_model(name.removeprefix("timm/")):
+        try:
+            model = timm.create_model(name.removeprefix("timm/"), pretrained=not random_weights)
+        except Exception as error:
+            said = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"the trained weights of {name} could not be had ({said}); "
+                "give a folder, or --random-weights for the model as built"
+            ) from error
+        return Loaded(model.eval(), None, "")
+    return Loaded(_from_transformers(name), None, "")
+
+
+def _installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _from_transformers(name: str) -> nn.Module:
+    transformers = _installed("transformers")
+    require(transformers is not None, f"{name} needs transformers", "none installed",
+            "pip install 'levelhead[transformers]'")  # fmt: skip
+    transformers.logging.set_verbosity_error()
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        model_class = getattr(transformers, (config.architectures or ["AutoModel"])[0])
+        return model_class.from_pretrained(name).eval()
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{name} could not be loaded ({type(error).__name__}: {said}); check the name, or "
+            "give a folder with config.json and its weights"
+        ) from error
+
+
+def _from_run(folder: Path) -> Loaded:
+    """Train the run's first cell anew: a run keeps curves and no weights."""
+    settings = yaml.safe_load((folder / "config.yaml").read_text())["settings"]
+    record = json.loads((folder / "cells.jsonl").read_text().splitlines()[0])
+    cell = Cell.from_record(record)
+    chosen = [task for task in settings["tasks"] if TaskSettings(**task).name == cell.task]
+    require(len(chosen) > 0, f"{folder} must hold the settings of its cells", cell.task)
+    task = make_task(TaskSettings(**chosen[0]))
+    curve = record["curve"]
+    with one_thread():
+        model = trained(task, cell)
+    batch = next(task.batches(named_seed(cell.seed, "probe")))[0]
+    steps = zip(curve["step"], curve["train_loss_nats"], strict=True)
+    origin = (
+        f"training data of {cell.task}; the run keeps no weights, so its first cell "
+        f"({cell.variant}, {cell.init}, seed {cell.seed}) was trained again as it was"
+    )
+    return Loaded(model.eval(), batch, origin, {"train_loss_nats": list(steps)})
+
+
+def trained(task: Any, cell: Cell, on_step: Callable[[], None] = lambda: None) -> nn.Module:
+    """Train one cell as a comparison does, and keep the model.
+
+    Args:
+        task: Data and model.
+        cell: Variant, init and seed.
+        on_step: Called after each step.
+
+    Returns:
+        The trained model.
+    """
+    model, settings = start_model(task, cell), task.settings
+    optimizer = make_optimizer(model, settings)
+    batches = task.batches(named_seed(cell.seed, "batches"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(named_seed(cell.seed, "dropout"))
+        for step in range(settings.steps):
+            factor = warmup_cosine(step, settings.steps, settings.warmup_frac)
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * factor
+            training_step(task, model.train(), optimizer, next(batches))
+            on_step()
+    return model
+
+
+def read_batch(path: Path, name: str) -> Any:
+    """Read a batch from a file.
+
+    Args:
+        path: See ``DATA_FORMS``; text goes through the tokenizer that lies beside the model.
+        name: The model's folder or name.
+
+    Returns:
+        What to call the model with.
+
+    Raises:
+        ValueError: No such file, or another kind of file.
+    """
+    require(path.exists(), "--data must be a file that exists", str(path), DATA_FORMS)
+    if path.suffix == ".safetensors":
+        return importlib.import_module("safetensors.torch").load_file(path)
+    if path.suffix == ".npy":
+        import numpy as np
+
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    require(path.suffix == ".txt", "--data must be of a known kind", path.name, DATA_FORMS)
+    tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(name)
+    lines = [line for line in path.read_text().splitlines() if line.strip()][:DEFAULT_BATCH]
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return dict(tokenizer(lines, return_tensors="pt", padding=True, truncation=True))
+
+
+def made_batch(model: nn.Module) -> tuple[Any, str]:
+    """Make a batch from what a model says about its input.
+
+    Args:
+        model: Of timm or transformers.
+
+    Returns:
+        The batch and words about it; None where the model says nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size: Any = getattr(model, "pretrained_cfg", None)
+    if size and "input_size" in size:
+        images = torch.randn(DEFAULT_BATCH, *_image_size(model, size), generator=generator)
+        return images, "made: random images (seed 0); give --data for real ones"
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        return None, "none: the model does not say what it takes; give --data"
+    batch = _from_config(model, config, generator)
+    if not batch:
+        return None, "none: the model's config does not say what it takes; give --data"
+    return batch, f"made: random {', '.join(batch)} (seed 0); give --data for real ones"
+
+
+def _image_size(model: nn.Module, config: Any) -> tuple[int, int, int]:
+    """As the model was built, which may differ from its pretrained config."""
+    channels, height, width = config["input_size"]
+    built: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    return (channels, *built) if built is not None else (channels, height, width)
+
+
+def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    batch: dict[str, Tensor] = {}
+    main = getattr(model, "main_input_name", "input_ids")
+    vision = getattr(config, "vision_config", config)
+    text = getattr(config, "text_config", config)
+    if main == "pixel_values" or hasattr(config, "vision_config"):
+        side = vision.image_size
+        side = side if isinstance(side, int) else side[0]
+        shape = (DEFAULT_BATCH, getattr(vision, "num_channels", 3), side, side)
+        batch["pixel_values"] = torch.randn(shape, generator=generator)
+    if main == "input_features":
+        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
+        batch["input_features"] = torch.randn(shape, generator=generator)
+    if main == "input_ids" or hasattr(config, "text_config"):
+        batch["input_ids"] = _tokens(text, DEFAULT_BATCH, generator)
+    if getattr(config, "is_encoder_decoder", False):
+        count = 1 if main == "input_features" else DEFAULT_BATCH
+        batch["decoder_input_ids"] = _tokens(config, count, generator)
+    return batch
+
+
+def _tokens(config: Any, count: int, generator: torch.Generator) -> Tensor:
+    limits = [
+        getattr(config, name, None)
+        for name in ("max_position_embeddings", "n_positions", "max_target_positions")
+    ]
+    length = min([DEFAULT_TOKENS, *(limit - 2 for limit in limits if limit)])
+    return torch.randint(3, config.vocab_size, (count, length), generator=generator)

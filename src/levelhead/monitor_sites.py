@@ -1,0 +1,163 @@
+"""What a monitor gathers in one step: sums, counts and maxima of every site and head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from levelhead.diagnose_rows import broken_heads, scores_of
+from levelhead.measure.concentration import concentration
+from levelhead.sites.calls import AttentionCall
+from levelhead.sites.sites import AttentionSite
+
+LARGEST = ("score_max",)
+"""Metrics of which a head's number is the largest over its rows; of all others it is the mean."""
+
+Statistics = dict[str, dict[str, list[float]]]
+"""Site, metric, one number a head."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """The first place where numbers stopped being finite.
+
+    Attributes:
+        layer: The site's name.
+        head: Which head; -1 where all its inputs are finite but a score is not.
+    """
+
+    layer: str
+    head: int
+
+
+class StepSums:
+    """Adds up the calls of one step, over micro-batches.
+
+    Args:
+        sites: The sites watched.
+        metrics: Names of ``measure.concentration``.
+        num_queries: Queries looked at in each sample; None for all.
+    """
+
+    def __init__(
+        self, sites: Sequence[AttentionSite], metrics: Sequence[str], num_queries: int | None
+    ):
+        self.sites, self.metrics, self.num_queries = list(sites), list(metrics), num_queries
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        shapes = {site.name: (len(self.metrics), site.num_heads) for site in self.sites}
+        self.sums = {name: _filled(shape, 0.0) for name, shape in shapes.items()}
+        self.counts = {name: _filled(shape, 0.0) for name, shape in shapes.items()}
+        self.largest = {name: _filled(shape, -torch.inf) for name, shape in shapes.items()}
+        heads = {name: shape[1] for name, shape in shapes.items()}
+        self.raw_share = {name: _filled((count,), -torch.inf) for name, count in heads.items()}
+        # One more than heads: a score that is not finite although queries, keys and values are.
+        self.broken = {name: _filled((count + 1,), 0.0) for name, count in heads.items()}
+        self.order: list[str] = []
+        self.num_calls = 0
+
+    @torch.no_grad()
+    def add(self, call: AttentionCall) -> None:
+        """Take in a call.
+
+        Args:
+            call: What its kernel saw.
+        """
+        name = call.site.name
+        found = concentration(scores_of(call), self.metrics, num_queries=self.num_queries)
+        self.num_calls += 1
+        for row, metric in enumerate(self.metrics):
+            values = found.rows[metric].double().transpose(0, 1).flatten(1)
+            is_known = ~values.isnan()
+            self.sums[name][row] += values.nansum(1).cpu()
+            self.counts[name][row] += is_known.sum(1).cpu()
+            largest = values.masked_fill(~is_known, -torch.inf).amax(1).cpu()
+            self.largest[name][row] = torch.maximum(self.largest[name][row], largest)
+            if metric == "score_max" and call.attn_bias is None and call.soft_cap is None:
+                share = largest / call.scale / torch.finfo(call.query.dtype).max
+                self.raw_share[name] = torch.maximum(self.raw_share[name], share)
+        heads = sorted(broken_heads(call))
+        self.broken[name][heads] += 1
+        self.broken[name][-1] += found.num_nonfinite > 0 and not heads
+        if name not in self.order:
+            self.order.append(name)
+
+    def first_broken(self) -> Broken | None:
+        """Return the first site, as they were called, whose numbers are not finite."""
+        for name in self.order:
+            places = self.broken[name].nonzero()[:, 0].tolist()
+            if places:
+                num_heads = len(self.broken[name]) - 1
+                return Broken(name, places[0] if places[0] < num_heads else -1)
+        return None
+
+    def reduce(self, device: torch.device) -> None:
+        """Bring the ranks together: one MAX and one SUM, whatever the number of layers.
+
+        Args:
+            device: Where the process group wants its tensors.
+        """
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return
+        _all_reduce([*self.largest.values(), *self.raw_share.values()], dist.ReduceOp.MAX, device)
+        added = [*self.sums.values(), *self.counts.values(), *self.broken.values()]
+        _all_reduce(added, dist.ReduceOp.SUM, device)
+
+    def statistics(self) -> Statistics:
+        """Return one number a head.
+
+        Returns:
+            NaN where no row was seen.
+        """
+        found: Statistics = {}
+        for site in self.sites:
+            means = self.sums[site.name] / self.counts[site.name]
+            largest = self.largest[site.name]
+            largest = largest.masked_fill(self.counts[site.name] == 0, torch.nan)
+            found[site.name] = {
+                metric: (largest if metric in LARGEST else means)[row].tolist()
+                for row, metric in enumerate(self.metrics)
+            }
+        return found
+
+
+def _filled(shape: tuple[int, ...], value: float) -> Tensor:
+    return torch.full(shape, value, dtype=torch.float64)
+
+
+def _all_reduce(tensors: Sequence[Tensor], how: Any, device: torch.device) -> None:
+    packed = torch.cat([tensor.flatten() for tensor in tensors]).to(device)
+    dist.all_reduce(packed, how)
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(packed[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
+
+
+def scalars(statistics: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Name the numbers ``attn/{layer}/{head|mean|max|q99}/{metric}``.
+
+    Args:
+        statistics: Site, metric, one number a head.
+
+    Returns:
+        Name to value; mean, max and q99 are over the heads.
+    """
+    named: dict[str, float] = {}
+    for layer, metrics in statistics.items():
+        for metric, by_head in metrics.items():
+            values = torch.tensor(by_head, dtype=torch.float64)
+            numbers = {
+                **{str(head): value for head, value in enumerate(by_head)},
+                "mean": float(values.nanmean()),
+                "max": float(values.nan_to_num(-torch.inf, posinf=torch.inf).amax()),
+                "q99": float(values.nanquantile(0.99)),
+            }
+            for which, value in numbers.items():
+                named[f"attn/{layer or 'root'}/{which}/{metric}"] = value
+    return named

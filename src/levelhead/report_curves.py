@@ -2,41 +2,44 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from levelhead.measure.curves import SPIKE_FACTORS, find_spikes
 
-_WINDOW = 32  # values before a step that say what is usual there
-_FEWEST = 8  # values before a step below which nothing is usual yet
+_WINDOW, _ENOUGH = 32, 16  # values before a step that say what is usual there; fewer say nothing
+_FACTOR = SPIKE_FACTORS[1]  # the stricter one: a short window knows its MAD to a third
 
 SPIKE_EQUATION = (
-    f"r_t > median(r) + {SPIKE_FACTORS[1]:g} MAD(r),  "
-    f"r_t = x_t - median(x_{{t-{_WINDOW}}} .. x_{{t-1}})"
+    f"x_t > m + {_FACTOR:g} median|x_s - m|,  m = median_s x_s,  s = t - {_WINDOW}, .., t - 1"
 )
 SPIKE_WORDS = (
-    "A triangle marks a spike: a value far above the ones before it. The rule is the one of Bae "
-    "et al. 2026 (Table 5) on the rise over the running median, so that a falling loss does not "
-    "make its own start a spike. A cross marks a value that is NaN or infinite."
+    "A triangle marks a spike: a value far above the ones before it. The rule is that of Bae et "
+    "al. 2026 (Table 5), in a window that moves along, so that a falling loss does not make its "
+    "own start a spike. A cross marks a value that is NaN or infinite."
 )
 
 
 def curve_spikes(values: Sequence[float]) -> tuple[int, ...]:
     """Find what stands far above the values before it.
 
-        r_t = x_t - median(x_{t-32} .. x_{t-1}),   spike: r_t > median(r) + 9 MAD(r)
+        spike: x_t > m + 9 MAD,   m and MAD of x_{t-32} .. x_{t-1}
 
     Args:
         values: One number a step; NaN and infinite ones are no spikes.
 
     Returns:
-        Positions of the spikes, ascending from 0; none among the first eight.
+        Positions of the spikes, ascending from 0; none before sixteen finite values, and none
+        after a flat stretch.
     """
-    rises = [math.nan] * min(_FEWEST, len(values))
-    for place in range(_FEWEST, len(values)):
+    spikes = []
+    for place, value in enumerate(values):
         before = [x for x in values[max(0, place - _WINDOW) : place] if math.isfinite(x)]
-        rises.append(values[place] - median(before) if before else math.nan)
-    return tuple(p for p in find_spikes(rises, SPIKE_FACTORS[1]).steps if rises[p] > 0)
+        if len(before) < _ENOUGH or not math.isfinite(value) or max(before) == min(before):
+            continue
+        if value > find_spikes(before, _FACTOR).threshold:
+            spikes.append(place)
+    return tuple(spikes)
 
 
 def curve_figure(

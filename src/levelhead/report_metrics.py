@@ -92,20 +92,25 @@ QUANTITIES = (
         words="How much of a row is negative; 0 unless the weights are affine.",
     ),
     Quantity(
-        key="head similarity", label="head similarity", family="concentration",
-        equation="mean_t <P_h[t], P_g[t]> / (||P_h[t]|| ||P_g[t]||)",
-        words="How alike two heads attend; 1 means that one of them is redundant.",
+        key="head similarity max",
+        label="most similar other head",
+        family="concentration",
+        equation="max_{g} mean_t <P_h[t], P_g[t]> / (||P_h[t]|| ||P_g[t]||)",
+        words="How alike a head and the closest other head of its layer attend; at 1 one of them "
+        "is redundant.",
     ),
     Quantity(
         key="score max", label="largest score", family="scores",
         equation="max_s scale q . k_s",
         words="Scaled, masked scores before softmax. Growth over training is the classical sign "
         "of an attention that will saturate.",
+        is_log=True,
     ),
     Quantity(
         key="score std", label="spread of scores", family="scores",
         equation="std_s scale q . k_s",
         words="Near 0 the row is uniform whatever the keys hold; large values saturate it.",
+        is_log=True,
     ),
     Quantity(
         key="raw score max", label="largest |q . k| before the scale", family="scores",
@@ -117,6 +122,7 @@ QUANTITIES = (
         equation="std_s(scores) / sqrt(2 ln num_{keys})",
         words="From 1 on, Gaussian scores freeze a row onto few keys (random energy model, "
         "Derrida 1981); far above it no gradient is left.",
+        is_log=True,
     ),
     Quantity(
         key="overflow", label="share of the dtype's range", family="scores",

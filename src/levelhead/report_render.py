@@ -75,13 +75,13 @@ def short_number(value: float) -> str:
         value: Any float.
 
     Returns:
-        Four significant digits; ``inf`` and ``NaN`` in words.
+        Four significant digits, whole thousands in full; ``inf`` and ``NaN`` in words.
     """
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
         return "infinite" if value > 0 else "minus infinite"
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 def _plain(value: Any) -> Any:

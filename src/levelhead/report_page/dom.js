@@ -35,7 +35,8 @@ function show(value, digits = 4) {
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en").replace("-", "\u2212");
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) {
-    const [mantissa, exponent] = value.toExponential(digits - 2).split("e");
+    const [mantissa, exponent] = value.toExponential(digits - 2).replace(/\.?0+e/, "e").split("e");
+    if (mantissa === "1") return `10${superscript(Number(exponent))}`;
     return `${mantissa.replace("-", "\u2212")}\u00d710${superscript(Number(exponent))}`;
   }
   return String(Number(value.toPrecision(digits))).replace("-", "\u2212");

@@ -37,6 +37,12 @@ function chooseHead(layer, head) {
   document.querySelector(".head-panel").scrollIntoView({ block: "nearest" });
 }
 
+function chooseLayer(layer) {
+  Object.assign(heads, { layer, head: 0, isChosen: false });
+  redrawHeads();
+  document.querySelector(`.cell[data-layer="${layer}"]`)?.focus({ preventScroll: true });
+}
+
 function headScale(metric) {
   const values = finite(metric.values.flat());
   const isLog = metric.log && values.length > 0 && values.every((value) => value > 0) && spread(values) > 20;
@@ -54,12 +60,22 @@ function headMap(metric, width) {
   const every = Math.ceil(18 / w);
   for (let head = 0; head < count; head += every) root.append(svg("text", { x: left + w * (head + 0.5), y: 16, "text-anchor": "middle", "aria-hidden": "true" }, String(head)));
   layers.forEach((layer, l) => root.append(headRow(metric, scale, layer, l, { left, w, h, y: 24 + h * l })));
-  for (const f of findings) {
+  const ring = svg("rect", { class: "ring", width: w, height: h, rx: 3, visibility: "hidden" });
+  const circle = (l, head) => fill(ring, { x: left + w * head, y: 24 + h * l, visibility: "visible" }, []);
+  root.addEventListener("focusin", (event) => circle(Number(event.target.dataset.layer), Number(event.target.dataset.head)));
+  if (heads.isChosen) circle(heads.layer, heads.head);
+  for (const f of worstFirst(findings)) {
     const x = f.head >= 0 ? left + w * (f.head + 1) - 11 : left + w * count + 5;
     root.append(flag(f.severity, x, 24 + h * f.layer + 3, 8));
   }
+  root.append(ring);
   root.append(svg("text", { x: left + (w * count) / 2, y: 24 + h * layers.length + 18, "text-anchor": "middle", "aria-hidden": "true" }, "head"));
   return [root, colourKey(scale, metric), flagKey(findings, metric)];
+}
+
+// One flag a place: that of the worst finding there, which comes first.
+function worstFirst(findings) {
+  return findings.filter((f, i) => findings.findIndex((other) => other.layer === f.layer && other.head === f.head) === i);
 }
 
 function headRow(metric, scale, layer, l, { left, w, h, y }) {

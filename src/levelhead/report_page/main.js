@@ -43,7 +43,8 @@ function startFindings() {
     button.addEventListener("click", () => {
       const { layer, head, metric } = button.dataset;
       if (metricNamed(metric)?.values.length) heads.metric = metric;
-      chooseHead(Number(layer), Number(head));
+      if (Number(head) >= 0) chooseHead(Number(layer), Number(head));
+      else chooseLayer(Number(layer));
       document.getElementById("heads").scrollIntoView();
     });
   }

@@ -1,0 +1,236 @@
+"""Every finding fires on a model made sick in that way, and stays silent on its healthy twin."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hosts import HOSTS
+from levelhead.attention import Attention
+from levelhead.diagnose import diagnose
+from levelhead.diagnosis import WHOLE_LAYER, Record
+from levelhead.findings import RULES, judge, verdict
+
+EMBED, HEADS, TOKENS = 44, 4, 23
+
+
+class Block(nn.Module):
+    """A pre-LN or post-LN layer around one attention."""
+
+    def __init__(self, is_post: bool = False):
+        super().__init__()
+        self.attn, self.norm = Attention(EMBED, HEADS), nn.LayerNorm(EMBED)
+        self.is_post = is_post
+
+    def forward(self, hidden_states):
+        if self.is_post:
+            return self.norm(hidden_states + self.attn(hidden_states))
+        return hidden_states + self.attn(self.norm(hidden_states))
+
+
+def model(num_layers: int = 2, is_post: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(is_post) for _ in range(num_layers))).eval()
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, TOKENS, EMBED, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def scaled(part, factor):
+    """Multiply a projection of the first layer."""
+    sick = model()
+    getattr(sick[0].attn, part).weight.mul_(factor)
+    return sick, batch()
+
+
+@torch.no_grad()
+def nan_weight():
+    sick = model()
+    sick[0].attn.k_proj.weight[3, 5] = math.nan
+    return sick, batch()
+
+
+@torch.no_grad()
+def infinite_input():
+    sick = model()
+    sick[0].norm.bias[3] = math.inf
+    return sick, batch()
+
+
+@torch.no_grad()
+def dead_head():
+    sick = model()
+    sick[0].attn.o_proj.weight.view(EMBED, HEADS, -1)[:, 2].mul_(1e-4)
+    return sick, batch()
+
+
+@torch.no_grad()
+def sink():
+    """Every query and the first key point the same way, more than any other key."""
+    sick, states = model(), batch()
+    attn, direction = sick[0].attn, torch.zeros(EMBED)
+    direction[:: EMBED // HEADS] = 3.0  # the first channel of every head
+    attn.q_proj.weight.zero_()
+    attn.q_proj.bias = nn.Parameter(direction)
+    first = nn.functional.layer_norm(states[:, 0], [EMBED]).mean(0)
+    attn.k_proj.weight.mul_(0.1)
+    attn.k_proj.weight[:: EMBED // HEADS] += 6 * first / first.square().sum()
+    states[:, 0] = states[0, 0]
+    return sick, states
+
+
+@torch.no_grad()
+def low_rank(part, nth):
+    sick = model()
+    weight = getattr(sick[0].attn, f"{part}_proj").weight
+    by_head = weight.view(HEADS, -1, EMBED) if part != "o" else weight.view(EMBED, HEADS, -1)
+    head = by_head[nth] if part != "o" else by_head[:, nth]
+    u, s, vh = torch.linalg.svd(head, full_matrices=False)
+    s[-1] = s[0] / 5000
+    head.copy_(u * s @ vh)
+    return sick, batch()
+
+
+@torch.no_grad()
+def contracting():
+    sick = model(6, is_post=True)
+    for block in sick:
+        block.attn.v_proj.weight.mul_(30.0)
+        block.attn.o_proj.weight.mul_(30.0)
+    return sick, batch()
+
+
+@torch.no_grad()
+def outliers():
+    sick = model()
+    for block in sick:
+        block.norm.weight[7] = 40.0
+        block.attn.q_proj.weight[:, 7] = block.attn.k_proj.weight[:, 7] = 0.0
+    return sick, batch()
+
+
+def overflow_in_half():
+    """|query . key| beyond 65504 before a scale that tames it, as under float16 autocast."""
+    sick, states = scaled("q_proj", 4e4)
+    sick[0].attn.inner.scale = 1e-6
+    return sick, states
+
+
+SICK = {
+    ("nonfinite_weights", "severe"): nan_weight,
+    ("nonfinite_scores", "severe"): infinite_input,
+    ("overflow", "warning"): overflow_in_half,
+    ("exploding_scores", "severe"): lambda: scaled("q_proj", 1e5),
+    ("exploding_scores", "warning"): lambda: scaled("q_proj", 150.0),
+    ("saturated_softmax", "severe"): lambda: scaled("q_proj", 60.0),
+    ("saturated_softmax", "warning"): lambda: scaled("q_proj", 12.0),
+    ("entropy_collapse", "warning"): lambda: scaled("q_proj", 150.0),
+    ("sink", "note"): sink,
+    ("dead_head", "warning"): dead_head,
+    ("ill_conditioned_q", "warning"): lambda: low_rank("q", 0),
+    ("ill_conditioned_k", "warning"): lambda: low_rank("k", 1),
+    ("ill_conditioned_v", "warning"): lambda: low_rank("v", 2),
+    ("ill_conditioned_o", "warning"): lambda: low_rank("o", 3),
+    ("contracting_post_ln", "warning"): contracting,
+    ("outlier_channels", "warning"): outliers,
+}  # fmt: skip
+
+
+def found(diagnosis, layer=None):
+    return {(f.kind, f.severity) for f in diagnosis.findings if layer in (None, f.layer)}
+
+
+@pytest.mark.parametrize(("kind", "severity"), SICK)
+@pytest.mark.filterwarnings("ignore:.*converged")
+def test_a_finding_fires_where_it_must_and_only_there(kind, severity):
+    diagnosis = diagnose(*SICK[kind, severity](), jacobian_tokens=0)
+    assert (kind, severity) in found(diagnosis)
+    whole_model = {"contracting_post_ln", "outlier_channels"}
+    spreads = {"nonfinite_weights", "nonfinite_scores", "exploding_scores"}
+    if kind not in whole_model | spreads:
+        assert not [f for f in diagnosis.findings if f.kind == kind and f.layer == "1.attn"]
+    named = next(f for f in diagnosis.findings if (f.kind, f.severity) == (kind, severity))
+    assert named.layer == ("" if kind in whole_model else "0.attn")
+    assert named.source
+    assert named.advice
+    assert kind.replace("_", " ") in diagnosis.verdict or severity == "note" or diagnosis.is_severe
+
+
+def test_the_worst_head_is_named():
+    for part, nth in (("q", 0), ("k", 1), ("v", 2), ("o", 3)):
+        diagnosis = diagnose(*low_rank(part, nth), jacobian_tokens=0)
+        finding = next(f for f in diagnosis.findings if f.kind == f"ill_conditioned_{part}")
+        assert (finding.layer, finding.head, finding.num_heads) == ("0.attn", nth, 1)
+        assert finding.value == pytest.approx(5000, rel=1e-2)
+    finding = next(f for f in diagnose(*dead_head()).findings if f.kind == "dead_head")
+    assert (finding.layer, finding.head) == ("0.attn", 2)
+
+
+@pytest.mark.parametrize("is_post", [False, True])
+def test_the_healthy_twins_have_no_finding(is_post):
+    diagnosis = diagnose(model(is_post=is_post), batch())
+    assert diagnosis.findings == []
+    assert diagnosis.verdict.startswith("Healthy")
+
+
+QUIRKS = {"swin_v2": {"saturated_softmax"}}
+"""Cosine attention with a temperature of ten, on heads of five channels, is peaked as built."""
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama", "t5", "timm_vit", "swin", "swin_v2",
+                                  "davit", "xcit", "torch_encoder", "whisper"])  # fmt: skip
+def test_freshly_built_models_are_healthy(name):
+    diagnosis = diagnose(HOSTS[name].build(), HOSTS[name].batch(), jacobian_tokens=0)
+    assert {finding.kind for finding in diagnosis.findings} == QUIRKS.get(name, set())
+
+
+def test_every_rule_of_the_table_is_tried():
+    tried = set(SICK) | {("overflow", "severe")}  # needs float16: test_diagnose
+    assert {(rule.kind, rule.severity) for rule in RULES} == tried
+
+
+def records(metric, *values, head=0, **whole):
+    made = [Record("layer", 0, head + i, metric, v, "") for i, v in enumerate(values)]
+    whole_layer = [Record("layer", 0, WHOLE_LAYER, name, v, "") for name, v in whole.items()]
+    return made + whole_layer
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.kind}-{rule.severity}")
+def test_thresholds_cut_where_they_say(rule):
+    at, beside = rule.threshold, rule.threshold * (1.001 if rule.is_low else 0.999)
+    more = {"num_keys": 99, "normalized_entropy_mean": 0.2}
+    entropy = [Record("layer", 0, 0, "normalized_entropy_mean", 0.2, "")]
+    for value, fires in ((at, True), (beside, False), (math.nan, False)):
+        head = WHOLE_LAYER if rule.per == "layer" else 0
+        made = [Record("layer", 0, head, rule.metric, value, "")]
+        made += records("x", num_keys=more["num_keys"])
+        made += entropy if rule.metric != "normalized_entropy_mean" else []
+        told = {(f.kind, f.severity) for f in judge(made)}
+        assert ((rule.kind, rule.severity) in told) == fires
+
+
+def test_the_severe_come_first_and_only_once_a_head():
+    made = records("score_max_max", 2e4, 500.0, 3.0)
+    told = judge(made)
+    assert [(f.severity, f.head, f.num_heads) for f in told] == [
+        ("severe", 0, 1), ("warning", 1, 1),
+    ]  # fmt: skip
+
+
+def test_few_keys_are_no_sink():
+    assert not judge(records("sink_mass_mean", 0.5, num_keys=15))
+    assert judge(records("sink_mass_mean", 0.5, num_keys=16))
+
+
+def test_a_spread_without_concentration_is_not_saturated():
+    spread = records("freezing_q50", 9.0)
+    assert not judge([*spread, Record("layer", 0, 0, "normalized_entropy_mean", 0.9, "")])
+    assert judge([*spread, Record("layer", 0, 0, "normalized_entropy_mean", 0.2, "")])
+
+
+def test_the_verdict_says_what_was_looked_at():
+    assert "2 of 3" in verdict([], 3, 1)
+    assert verdict([], 3, 3).startswith("Nothing could be measured")

@@ -1,15 +1,18 @@
 """A comparison trains each cell once, pairs it, and claims no more than it measured."""
 
+import io
 import json
 
 import pytest
 import yaml
+from rich.console import Console
 
 from levelhead.harness import compare as compare_module
 from levelhead.harness import workers
 from levelhead.harness.compare import compare, step_times
 from levelhead.harness.config import DEFAULT_VARIANTS, Cell, CompareSettings, cells
 from levelhead.harness.reading import read_task
+from levelhead.harness.show import comparison_table
 from levelhead.harness.statistics import paired_difference
 from levelhead.harness.tasks import (
     ImageClassification,
@@ -253,6 +256,21 @@ def test_one_seed_claims_nothing():
     summary = summary_of({"softmax": [90.0], "quest": [99.0]})
     assert verdicts(summary)["quest"] == "not judged"
     assert "one pair of runs, which shows nothing" in summary["reading"][0]
+    assert "1 seed is few" in "\n".join(summary["reading"])
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_breaks_cells_and_cuts_none(width):
+    summary = summary_of({"softmax": [90.0, 92.0], "quest + precondition": [91.0, 92.5]})
+    console = Console(width=width, file=io.StringIO())
+    console.print(comparison_table(summary))
+    printed = console.file.getvalue()
+    assert "\u2026" not in printed
+    assert max(map(len, printed.splitlines())) <= width
+    letters = "".join(
+        line.split("\u2502")[1].strip() for line in printed.splitlines() if "\u2502" in line
+    )
+    assert "quest+precondition" in letters.replace(" ", "")
 
 
 def test_divergence_is_said_and_its_pairs_are_left_out():

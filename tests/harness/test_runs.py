@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -107,6 +109,32 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         RunFolder(tmp_path / "file" / "run")
+
+
+def test_one_process_at_a_time_writes_to_a_folder(tmp_path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    with (
+        first.held(),
+        pytest.raises(ValueError, match="another process is writing to .*give another --out"),
+        second.held(),
+    ):
+        pass
+    with second.held():
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_any_script_are_read_back_under_any_locale(tmp_path):
+    """The files are UTF-8; a C locale would read them as ASCII."""
+    RunFolder(tmp_path).open_grid(GRID | {"tasks": [{"data": "ünï.txt", "steps": 7}]})
+    code = (
+        "import sys, pathlib; from levelhead.harness.runs import RunFolder\n"
+        "grid = {'tasks': [{'data': '\\xfcn\\xef.txt', 'steps': 7}], 'variants': [],"
+        " 'inits': [], 'seeds': 1}\n"
+        "RunFolder(pathlib.Path(sys.argv[1])).open_grid(grid)"
+    )
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=ascii_only, check=True)
 
 
 def test_files_are_replaced_whole(tmp_path):

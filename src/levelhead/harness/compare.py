@@ -52,6 +52,17 @@ def compare(
     tasks = {task.name: make_task(task) for task in settings.tasks}
     check_cells(tasks, settings)
     run = RunFolder(folder)
+    with run.held():
+        return _fill(run, tasks, settings, workers, on_event)
+
+
+def _fill(
+    run: RunFolder,
+    tasks: Mapping[str, Task],
+    settings: CompareSettings,
+    workers: int | None,
+    on_event: OnEvent,
+) -> dict[str, Any]:
     run.open_grid(settings.model_dump(mode="json"))
     records = {Cell.from_record(record).key: record for record in run.finished()}
     jobs = missing_jobs(tasks, settings, records)
@@ -66,7 +77,7 @@ def compare(
     timings = timed(run, tasks, settings.variants, measure_again=bool(jobs))
     summed_up = [summarise(task, settings, records, timings[name]) for name, task in tasks.items()]
     summary = {
-        "folder": str(folder),
+        "folder": str(run.path),
         "num_trained": len(jobs),
         "num_reused": len(cells(settings)) - len(jobs),
         "tasks": summed_up,

@@ -36,6 +36,19 @@ def row_name(row: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     return f"{row['variant']}, {row['init']}" if several else row["variant"]
 
 
+def counted(number: int, noun: str) -> str:
+    """Put a number before its noun.
+
+    Args:
+        number: How many.
+        noun: In the singular.
+
+    Returns:
+        For example ``"1 seed"`` or ``"3 seeds"``.
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _row_sentences(row: Mapping[str, Any], summary: Mapping[str, Any]) -> list[str]:
     name = row_name(row, summary)
     sentences = [f"{name}: {_difference_words(row, summary)}"]
@@ -99,11 +112,13 @@ def _common_sentences(rows: list[Mapping[str, Any]], summary: Mapping[str, Any])
         )
     if summary["num_seeds"] < FEW_SEEDS:
         sentences.append(
-            f"{summary['num_seeds']} seeds are few: only large effects can show; "
+            f"{counted(summary['num_seeds'], 'seed')} "
+            f"{'is' if summary['num_seeds'] == 1 else 'are'} few: only large effects can show; "
             "--seeds 10 trains what is missing."
         )
     sentences.append(
-        f"One learning rate ({summary['learning_rate']:g}) and {summary['steps']} steps for all: "
+        f"One learning rate ({summary['learning_rate']:g}) and "
+        f"{counted(summary['steps'], 'step')} for all: "
         "a variant may do better with its own. The spread is over starts and data order; the "
         "test data are the same throughout."
     )

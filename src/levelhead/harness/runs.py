@@ -13,7 +13,8 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ import yaml
 
 from levelhead.harness.config import task_name
 from levelhead.shapes import require
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None
 
 VERSIONS = ("levelhead", "commit", "torch")  # what a cell's numbers may depend on
 
@@ -44,6 +50,37 @@ class RunFolder:
         path.mkdir(parents=True, exist_ok=True)
         replace_text(path / ".writable", "")
         (path / ".writable").unlink()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep other processes out while this one trains into the folder.
+
+        The lock is on the folder itself and goes with the process, however it ends; a file
+        system without such locks goes without.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ValueError: Another process holds the folder.
+        """
+        if fcntl is None:
+            yield
+            return
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(folder)
+            raise ValueError(
+                f"another process is writing to {self.path}; let it end, or give another --out"
+            ) from error
+        except OSError:
+            pass
+        try:
+            yield
+        finally:
+            os.close(folder)
 
     def open_grid(self, settings: Mapping[str, Any]) -> None:
         """Write ``config.yaml``; a folder that already has one must agree with it.
@@ -119,7 +156,7 @@ class RunFolder:
             Its content, or None where there is no such file or it is not JSON.
         """
         try:
-            return json.loads((self.path / name).read_text())
+            return json.loads((self.path / name).read_text("utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
 
@@ -214,7 +251,7 @@ def _now() -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(path.read_text())
+        config = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
         config = None
     require(

@@ -17,7 +17,7 @@ from rich.progress import (
 from rich.table import Table
 
 from levelhead.harness.compare import OnEvent
-from levelhead.harness.reading import row_name
+from levelhead.harness.reading import counted, row_name
 
 PLAIN_WIDTH = 120  # columns where the output is not a terminal: no row is broken
 VERDICT_STYLES = {"better": "green", "worse": "red", "baseline": "dim"}
@@ -103,16 +103,16 @@ def comparison_table(task: Mapping[str, Any]) -> Table:
     """
     table = Table(
         title=f"{task['task']}: {task['model']} with {task['num_params']:,} parameters, "
-        f"{task['steps']} steps, {task['num_seeds']} paired seeds",
+        f"{counted(task['steps'], 'step')}, {counted(task['num_seeds'], 'paired seed')}",
         title_justify="left",
         caption="95 % interval: paired t. step time: of a whole training step over softmax's, "
         "median of rounds that step every variant in turn.",
         caption_justify="left",
     )
-    table.add_column("variant", no_wrap=True)
+    table.add_column("variant", overflow="fold")  # on a narrow terminal cells break, none is cut
     for heading in (task["label"], "vs softmax", "95 % interval", "n", "step time", "parameters"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("shown", no_wrap=True)
+        table.add_column(heading, justify="right", overflow="fold")
+    table.add_column("shown", overflow="fold")
     for row in task["rows"]:
         table.add_row(*_table_cells(row, task), style=VERDICT_STYLES.get(row["verdict"], ""))
     return table

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from levelhead.diagnosis import WHOLE_LAYER, Record
 from levelhead.measure.attention_rows import attention_head_similarity, attention_sensitivity
 from levelhead.measure.concentration import concentration, row_quantiles
 from levelhead.measure.lipschitz import block_rms_norm
+from levelhead.measure.softmax_norm import softmax_jacobian_norm
 from levelhead.measure.streaming import AttentionScores, ScoreBlock
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.sites import AttentionSite
@@ -128,12 +129,19 @@ class SiteRows:
             self.similarity.append(
                 attention_head_similarity(scores, num_queries=self.num_queries).nanmean(0).cpu()
             )
+        group = scores.num_heads // call.value.shape[1]
+        norms = torch.full_like(bounds.lower, torch.nan)
         o_weight = head_output_weights(self.site)
-        for heads, outputs in head_outputs(scores, call.value, query_idx):
+        for block, weights in weight_blocks(scores, query_idx):
+            if scores.sink_score is None:
+                norms[block.batch, block.heads, block.columns] = softmax_jacobian_norm(weights)
+            outputs = block_outputs(block, weights, call.value, group)
             if o_weight is not None and outputs.shape[-1] == o_weight.shape[1]:
-                outputs = outputs @ o_weight[heads].to(outputs)
+                outputs = outputs @ o_weight[block.heads].to(outputs)
             square = outputs.double().square().sum((0, 2, 3))
-            self.output_square[heads] += square.cpu()
+            self.output_square[block.heads] += square.cpu()
+        if scores.sink_score is None:
+            self._keep("softmax_norm", norms)
 
     def _add_raw_scores(self, call: AttentionCall, scores: AttentionScores) -> None:
         raw = AttentionScores(call.query, call.key, 1.0)
@@ -311,30 +319,43 @@ def head_output_weights(site: AttentionSite) -> Float[Tensor, "H D E"] | None:
     return o_weight.unflatten(0, (site.num_heads, -1))
 
 
-def head_outputs(
-    scores: AttentionScores, value: Float[Tensor, "B Hkv S Dv"], query_idx: Tensor
-) -> Iterator[tuple[slice, Float[Tensor, "b h t Dv"]]]:
-    """Yield the softmax attention's output of chosen queries, block by block.
+def weight_blocks(
+    scores: AttentionScores, query_idx: Int[Tensor, " N"]
+) -> Iterator[tuple[ScoreBlock, Float[Tensor, "b h t s"]]]:
+    """Yield the softmax weights of chosen queries, block by block.
 
     Args:
         scores: Finite scores.
-        value: Values.
         query_idx: Ascending positions of the queries.
 
     Yields:
-        Which heads, and their outputs; zeros where a query may attend to nothing.
+        The block, and its weights; zeros where a query may attend to nothing.
     """
-    group = scores.num_heads // value.shape[1]
     for block in scores.blocks(query_idx):
-        weights = _softmax(block, scores.sink_score)
-        kv_heads = slice(block.heads.start // group, block.heads.stop // group)
-        values = value[block.batch, kv_heads, : weights.shape[-1]].to(weights.dtype)
-        grouped = weights.unflatten(1, (-1, group)).flatten(2, 3) @ values
-        yield block.heads, grouped.unflatten(2, (group, -1)).flatten(1, 2)
+        lse = block.scores.logsumexp(-1, keepdim=True)
+        if scores.sink_score is not None:
+            sink = scores.sink_score[block.heads].to(lse)[:, None, None]
+            lse = torch.logaddexp(lse, sink)
+        yield block, (block.scores - lse.nan_to_num(neginf=0.0)).exp()
 
 
-def _softmax(block: ScoreBlock, sink_score: Float[Tensor, " H"] | None) -> Tensor:
-    lse = block.scores.logsumexp(-1, keepdim=True)
-    if sink_score is not None:
-        lse = torch.logaddexp(lse, sink_score[block.heads].to(lse)[:, None, None])
-    return (block.scores - lse.nan_to_num(neginf=0.0)).exp()
+def block_outputs(
+    block: ScoreBlock,
+    weights: Float[Tensor, "b h t s"],
+    value: Float[Tensor, "B Hkv S Dv"],
+    group: int,
+) -> Float[Tensor, "b h t Dv"]:
+    """Multiply the weights of a block with its values.
+
+    Args:
+        block: Says which samples and heads.
+        weights: Of the block; keys that none of its queries may attend to are cut off.
+        value: All values.
+        group: Query heads that share a key head.
+
+    Returns:
+        The outputs.
+    """
+    heads = torch.arange(block.heads.start, block.heads.stop, device=value.device)
+    chosen = value[block.batch, heads // group, : weights.shape[-1]]
+    return weights @ chosen.to(weights.dtype)

@@ -30,7 +30,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "what `levelhead compare --out FOLDER` wrote",
     )
     try:
-        config = yaml.safe_load(config_path.read_text())
+        config = yaml.safe_load(config_path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
         config = None
     require(isinstance(config, dict), f"{config_path} must hold settings", "something else")
@@ -56,7 +56,7 @@ def _cell(line: bytes, where: str) -> dict[str, Any]:
 
 def _summary(path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return None
     except ValueError:

@@ -54,7 +54,7 @@ function headMap(metric, width) {
   const longest = Math.max(...layers.map((layer) => layer.short.length), 2);
   const left = Math.min(14 + 7 * longest, width * 0.34);
   const w = Math.min(88, (width - left - 20) / count);
-  const h = Math.max(17, Math.min(32, w * 0.8));
+  const h = Math.max(17, Math.min(56, 400 / layers.length, w));
   const scale = headScale(metric);
   const root = svg("svg", { viewBox: `0 0 ${width} ${26 + h * layers.length + 26}`, role: "grid", "aria-label": `${metric.label}, by layer and head` }, hatch());
   const every = Math.ceil(18 / w);
@@ -64,9 +64,10 @@ function headMap(metric, width) {
   const circle = (l, head) => fill(ring, { x: left + w * head, y: 24 + h * l, visibility: "visible" }, []);
   root.addEventListener("focusin", (event) => circle(Number(event.target.dataset.layer), Number(event.target.dataset.head)));
   if (heads.isChosen) circle(heads.layer, heads.head);
+  const size = Math.max(6, Math.min(9, w * 0.4));
   for (const f of worstFirst(findings)) {
-    const x = f.head >= 0 ? left + w * (f.head + 1) - 11 : left + w * count + 5;
-    root.append(flag(f.severity, x, 24 + h * f.layer + 3, 8));
+    const x = f.head >= 0 ? left + w * (f.head + 1) - size - 3 : left + w * count + 5;
+    root.append(flag(f.severity, x, 24 + h * f.layer + 3, size));
   }
   root.append(ring);
   root.append(svg("text", { x: left + (w * count) / 2, y: 24 + h * layers.length + 18, "text-anchor": "middle", "aria-hidden": "true" }, "head"));

@@ -123,7 +123,7 @@ class Affine(StepState, Part):
         mean: Tensor,
     ) -> Tensor:
         """Return the scaled and shifted output without a T x S matrix."""
-        shift = mean - alpha
+        shift, mask = mean - alpha, mask.without_finite_bias()
         if mask.is_key_padding:
             visible, count = visible_sum(mask, value)
             divisor = count.clamp_min(1.0) if self.counts_visible else mask.num_keys

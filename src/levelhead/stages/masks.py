@@ -5,7 +5,7 @@
 equals the full pass. All three may come together, and all apply.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from levelhead.shapes import at_least_float32, complaint, describe, require
+
+WINDOW_QUERIES = 128
+"""So many rows of weights, shared by all heads, are a block (as in ``stages.chunks``) and no T x S
+matrix."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,21 @@ class AttentionMask:
             return allowed
         finite = self.bias > -torch.inf
         return finite if allowed is None else finite & allowed
+
+    def without_finite_bias(self) -> "AttentionMask":
+        """Return a mask of the same visibility, without a bias that forbids nothing.
+
+        Looks at the bias on the CPU outside compilation only, as the look would stall elsewhere.
+
+        Returns:
+            This mask, or one without the bias.
+        """
+        bias = self.bias
+        if bias is None or torch.compiler.is_compiling() or bias.device.type != "cpu":
+            return self
+        if bias.numel() == 0 or bias.detach().amin().item() == -torch.inf:
+            return self
+        return replace(self, bias=None)
 
     def apply(self, scores: Float[Tensor, "B H T S"]) -> Float[Tensor, "B H T S"]:
         """Add the bias to the scores and put -inf where a query may not attend.
@@ -324,9 +343,11 @@ def visible_count(mask: AttentionMask) -> Tensor:
 def visible_mean(
     mask: AttentionMask, value: Float[Tensor, "B Hkv S Dv"], num_heads: int
 ) -> Float[Tensor, "B Hany T Dv"]:
-    """Average the values every query may attend to, under any mask: fused, with zero scores.
+    """Average the values every query may attend to, under any mask.
 
-        mean[t] = attention(query = 0, key = 0, value, mask)
+        mean[t] = sum_{s visible to t} value[s] / count[t] = attention(query = 0, key = 0, value)
+
+    By attention with zero scores, fused; windows whose heads share a mask take one product.
 
     Args:
         mask: What is visible; not "everything".
@@ -340,12 +361,24 @@ def visible_mean(
     visible = mask.visible()
     assert visible is not None
     if visible.shape[1] == 1:
+        if mask.num_queries <= WINDOW_QUERIES:
+            return _shared_mean(visible.expand(-1, -1, mask.num_queries, mask.num_keys), value)
         num_heads = value.shape[1]
     query = value.new_zeros(value.shape[0], num_heads, mask.num_queries, value.shape[-1])
     key = torch.zeros_like(value)  # dense: an expanded zero would be left to the plain kernel
     return F.scaled_dot_product_attention(
         query, key, value, visible, enable_gqa=num_heads != value.shape[1]
     )
+
+
+def _shared_mean(visible: Bool[Tensor, "#B 1 T S"], value: Tensor) -> Tensor:
+    """Average over the keys with the heads side by side: one small matrix for all of them."""
+    compute_dtype = at_least_float32(value.dtype)
+    seen = visible[:, 0].to(compute_dtype)
+    seen = seen / seen.sum(dim=-1, keepdim=True).clamp_min(1.0)
+    side_by_side = value.transpose(1, 2).flatten(2).to(compute_dtype)
+    mean = (seen @ side_by_side).unflatten(-1, (value.shape[1], -1)).transpose(1, 2)
+    return mean.to(value.dtype)
 
 
 def real_queries(mask: AttentionMask) -> Bool[Tensor, "#B T"] | None:

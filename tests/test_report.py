@@ -375,6 +375,15 @@ def test_a_run_shows_the_paired_differences_of_its_summary(run_folder):
         assert sentence in page.text
 
 
+def test_pairs_are_told_from_the_baseline_wherever_it_stands(run_copy):
+    summary = json.loads((run_copy / "summary.json").read_text())
+    before = Page(render_run(run_copy)).data["figures"][0]["rows"]
+    summary["tasks"][0]["rows"].reverse()
+    (run_copy / "summary.json").write_text(json.dumps(summary))
+    after = Page(render_run(run_copy)).data["figures"][0]["rows"]
+    assert [row["dots"] for row in reversed(after)] == [row["dots"] for row in before]
+
+
 def test_a_run_shows_curves_with_bands_over_seeds(run_folder):
     page = Page(render_run(run_folder))
     cells = [json.loads(line) for line in (run_folder / "cells.jsonl").read_text().splitlines()]

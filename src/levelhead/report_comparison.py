@@ -140,7 +140,7 @@ def _row_label(row: Mapping[str, Any], task: Mapping[str, Any]) -> str:
 
 
 def _paired_figure(name: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    baseline = task["rows"][0]["values"]
+    baseline = next(row["values"] for row in task["rows"] if row["verdict"] == "baseline")
     rows = []
     for number, row in enumerate(task["rows"]):
         shown = row["difference"]

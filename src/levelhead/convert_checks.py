@@ -110,8 +110,7 @@ def check_no_optimizer(model: nn.Module) -> None:
         ValueError: An optimiser holds parameters of the model.
     """
     mine = set(map(id, model.parameters()))
-    kinds = _subclasses(torch.optim.Optimizer)
-    for optimiser in [each for each in gc.get_objects() if type(each) in kinds]:
+    for optimiser in _optimisers():
         groups = getattr(optimiser, "param_groups", [])
         held = (id(parameter) for group in groups for parameter in group["params"])
         require(
@@ -121,6 +120,12 @@ def check_no_optimizer(model: nn.Module) -> None:
             f"a {type(optimiser).__name__} that holds parameters of the model",
             "convert first; levelhead.parameter_groups(model, ...) puts them into groups",
         )
+
+
+def _optimisers() -> list[object]:
+    tracked = gc.get_objects()
+    alive = _subclasses(torch.optim.Optimizer) & set(map(type, tracked))
+    return [each for each in tracked if type(each) in alive] if alive else []
 
 
 def _subclasses(cls: type) -> set[type]:

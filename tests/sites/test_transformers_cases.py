@@ -68,7 +68,7 @@ def test_case_a02_a_module_with_a_scale_of_its_own():
         lh.convert(model, "softmax")
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("build", [llama, pytest.param(gpt2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("variant", NEUTRAL)
 def test_case_a05_left_padding_and_tokens_as_stock(build, variant):
     model = build()

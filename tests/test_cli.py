@@ -169,7 +169,7 @@ def test_list_shows_every_variant_and_initializer(run):
 def test_every_command_shows_an_example():
     runner = CliRunner()
     commands = [command.name or command.callback.__name__ for command in app.registered_commands]
-    assert commands == ["compare", "list", "report", "verify", "bench"]
+    assert commands == ["compare", "list", "report", "verify", "bench", "diagnose"]
     for name in commands:
         shown = runner.invoke(app, [name, "--help"])
         assert shown.exit_code == 0

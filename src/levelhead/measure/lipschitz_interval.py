@@ -113,8 +113,9 @@ def lipschitz_interval(
     weights = (q_weight, k_weight, v_weight, o_weight)
     masks = {"attn_mask": attn_mask, "is_causal": is_causal}
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    biases = {"q_bias": q_bias, "k_bias": k_bias}
-    local = local_lipschitz_bound(hidden_states, *weights, scale=scale, **heads, **masks, **biases)
+    local = local_lipschitz_bound(
+        hidden_states, *weights, scale=scale, q_bias=q_bias, k_bias=k_bias, **heads, **masks
+    )
     bound = lipschitz_bound(
         *weights,
         radius=float(block_rms_norm(hidden_states.to(torch.float64))),

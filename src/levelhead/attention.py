@@ -10,7 +10,9 @@ from levelhead.inner import InnerAttention, Rope, to_autocast_dtype
 from levelhead.parts.projections import WHICH, Projections
 from levelhead.reference import attend_plainly
 from levelhead.shapes import complaint, describe
+from levelhead.sharding import whole_parameters
 from levelhead.sizes import check_sizes
+from levelhead.steps import StartsFromWeights
 from levelhead.variants import Variant, make_parts, parse_variant
 
 
@@ -22,7 +24,7 @@ class KVCache(Protocol):
         ...
 
 
-class Attention(nn.Module):
+class Attention(StartsFromWeights):
     """Multi-head attention of any variant: hidden states to output.
 
         output = InnerAttention(hidden_states @ W_q, context @ W_k, context @ W_v) @ W_o
@@ -107,13 +109,24 @@ class Attention(nn.Module):
             f"variant={str(self.variant)!r}"
         )
 
+    @property
+    def is_derived(self) -> bool:
+        return self.projections.derived
+
     def derive(self) -> None:
         """Let the projections part start from the weights as they are now.
 
         Only ``spectral(form='svd')`` and ``sigma_reparam`` keep something of the initial
-        weights; call this after initialising weights by hand.
+        weights; call this after initialising weights by hand (on every rank, where they are
+        sharded).
         """
-        self.projections.derive(self._weights())
+        linears = [self._linear(which) for which in WHICH]
+        with whole_parameters([*linears, *self.projections.modules()]):
+            self.projections.derive(self._weights())
+        self.projections.derived = True
+
+    def derived_parameters(self) -> list[nn.Parameter]:
+        return list(self.projections.parameters())
 
     def _weights(self) -> dict[str, Tensor]:
         return {which: self._linear(which).weight for which in WHICH}

@@ -23,6 +23,21 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_gathered(parameter: Tensor, root: nn.Module) -> bool:
+    """Whether an FSDP2 root in its forward holds a parameter whole, so that writing is lost.
+
+    Args:
+        parameter: Of the root or below.
+        root: The outermost module.
+
+    Returns:
+        False also where the root is not sharded.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(root, FSDPModule) and not is_sharded(parameter)
+
+
 @contextmanager
 def whole_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let modules hold whole parameters instead of shards while the context lasts.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from levelhead.shapes import at_least_float32, require
+from levelhead.sharding import is_gathered
 
 
 class StepState(nn.Module):
@@ -82,6 +83,22 @@ class StepState(nn.Module):
         return self
 
 
+class StartsFromWeights(nn.Module):
+    """A module that keeps something of its initial weights, taken before they are first used."""
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether nothing is left to take."""
+        return True
+
+    def derive(self) -> None:
+        """Take it now."""
+
+    def derived_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that ``derive`` writes."""
+        return []
+
+
 def track_steps(model: nn.Module) -> nn.Module:
     """Let the state of a model's attention (running means, singular vectors) move once per step.
 
@@ -137,9 +154,26 @@ def _states(model: nn.Module) -> list[StepState]:
 
 @torch.no_grad()
 def _begin_step(model: nn.Module, args) -> None:
+    _derive_whole(model)
     if model.training:
         for state in _states(model):
             state.advance()
+
+
+def _derive_whole(model: nn.Module) -> None:
+    """Let modules start from whole weights: within a sharded forward a new value would be lost."""
+    if torch.compiler.is_compiling() or not dist.is_available() or not dist.is_initialized():
+        return
+    modules = [m for m in model.modules() if isinstance(m, StartsFromWeights)]
+    waiting = [module for module in modules if not module.is_derived]
+    for module in waiting:
+        require(
+            not any(is_gathered(parameter, model) for parameter in module.derived_parameters()),
+            f"{type(module).__name__} must take the norms of its initial weights before a "
+            "forward gathers them; call its derive() on every rank, or fully_shard its block too",
+            "parameters in the root's own group of fully_shard",
+        )
+        module.derive()
 
 
 @torch.no_grad()

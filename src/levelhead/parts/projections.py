@@ -22,6 +22,8 @@ WHICH = ("q", "k", "v")
 class Projections(Part):
     """Projections as they are."""
 
+    derived = True
+
     def project(
         self, which: str, hidden_states: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:

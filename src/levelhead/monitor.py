@@ -36,7 +36,8 @@ class Monitor:
 
     A head's number is the mean over its rows, of ``score_max`` the largest, over all micro-batches
     of the step; mean, max and q99 are over heads. A step ends when an optimiser of the model
-    steps, or by ``end_step``. With several processes there is one MAX and one SUM a measured step.
+    steps after a forward (those without gradients are evaluation and not counted), or by
+    ``end_step``. With several processes there is one MAX and one SUM a measured step.
 
     Args:
         model: Any model with attention; may be compiled or wrapped for data parallelism.
@@ -99,8 +100,7 @@ class Monitor:
         self._write, self._jsonl_path, self._on_alert = as_writer(writer), Path(jsonl), on_alert
         self._jsonl: JsonlWriter | None = None
         self._noted: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        self._measure_next = self._is_probing = False
-        self._clock: int | None = None
+        self._measure_next = self._is_probing = self._has_run = False
         self._probe: Any = torch.compiler.disable(self._run_again)
         self._stack = ExitStack()
         self._capturing = ExitStack()
@@ -157,7 +157,7 @@ class Monitor:
             alerts += self._measured(noted)
         for alert in alerts:
             self._tell(alert)
-        self._measure_next = measure_next
+        self._measure_next, self._has_run = measure_next, False
         self._noted = {"loss": [], "grad_norm": []}
         self.sums.reset()
         self.step += 1
@@ -181,7 +181,9 @@ class Monitor:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             self._probe(args, kwargs)
-        elif self.is_due and not self._is_probing:
+        elif not self._is_probing and self._counts():
+            if not self.is_due:
+                return
             if _has_compiled_parts(self.model):
                 self._probe(args, kwargs)
             else:
@@ -189,36 +191,43 @@ class Monitor:
                 sites = self.sums.sites
                 self._capturing.enter_context(capture(module, self.sums.add, sites=sites))
 
+    def _counts(self) -> bool:
+        """Whether this forward belongs to training; evaluation in between does not."""
+        if self.auto_step and not torch.is_grad_enabled():
+            return False
+        self._has_run = True
+        return True
+
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if not self._is_probing:
             self._capturing.close()
             loss = _loss_of(output)
-            if loss is not None and torch.is_grad_enabled():
+            if loss is not None and self._has_run and torch.is_grad_enabled():
                 self.note(loss=loss)
 
-    @torch.no_grad()
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a batch once more, eagerly, to measure what compiled code does not show."""
-        if not self.is_due or self._is_probing:
+        if self._is_probing or not self._counts():
+            return
+        if not self.is_due:
             return
         self.mode = "probe"
         self._is_probing = True
         try:
             watching = capture(self.model, self.sums.add, sites=self.sums.sites)
-            with in_eval_mode(self.model), _uncompiled(self.model), watching:
+            with torch.no_grad(), in_eval_mode(self.model), _uncompiled(self.model), watching:
                 self.model(*args, **kwargs)
         finally:
             self._is_probing = False
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._clock is None:
-            own = {id(parameter) for parameter in self.model.parameters()}
-            groups = optimizer.param_groups
-            if any(id(parameter) in own for group in groups for parameter in group["params"]):
-                self._clock = id(optimizer)
-        if id(optimizer) == self._clock:
+        """End the step at the first optimiser of the model that steps after a forward."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        groups = optimizer.param_groups
+        is_own = any(id(parameter) in own for group in groups for parameter in group["params"])
+        if is_own and self._has_run:
             self.end_step()
 
     def _tell(self, alert: Alert) -> None:
@@ -292,8 +301,10 @@ def gradient_norm(model: nn.Module) -> float | None:
 
 
 def _number(value: Tensor | float) -> float:
-    full = getattr(value, "full_tensor", None)
-    return float(value if full is None else full())
+    if not isinstance(value, Tensor):
+        return float(value)
+    full = getattr(value.detach(), "full_tensor", None)
+    return float(value.detach() if full is None else full())
 
 
 def _loss_of(output: Any) -> Tensor | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from levelhead.diagnosis import WHOLE_LAYER, Record
+from levelhead.diagnosis import WHOLE_LAYER, Finding, Record
 from levelhead.findings import judge
 from levelhead.measure.curves import divergence_step, find_spikes
 from levelhead.monitor_sites import Broken, Statistics
@@ -196,6 +196,10 @@ def as_event(alert: Alert) -> dict[str, Any]:
         Plain values.
     """
     return {"event": "alert", **asdict(alert)}
+
+
+def _lasting(finding: Finding) -> str:
+    return f"finding {finding.kind} {finding.severity} {finding.layer}"
 
 
 def _records(statistics: Statistics, raw_share: Mapping[str, Sequence[float]]) -> Iterator[Record]:

@@ -1,0 +1,549 @@
+"""The monitor sees what training does, says where it breaks first, and leaves no trace."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from capturing import assert_put_back
+from hosts import HOSTS, run, tokens
+from levelhead.attention import Attention
+from levelhead.monitor import Monitor, gradient_norm
+from levelhead.monitor_alerts import ENOUGH, Watch, is_spike
+from levelhead.monitor_sites import scalars
+from levelhead.monitor_writers import as_writer
+
+
+class Net(nn.Module):
+    """Two residual attention layers with a readout."""
+
+    def __init__(self, embed_dim=33, num_heads=3):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(embed_dim, num_heads) for _ in range(2))
+
+    def forward(self, hidden_states):
+        for layer in self.layers:
+            hidden_states = hidden_states + layer(hidden_states)
+        return hidden_states.square().mean()
+
+
+@pytest.fixture
+def net():
+    return Net()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "logs" / "monitor.jsonl"
+
+
+def states(seed=0, batch=2):
+    return torch.randn(batch, 7, 33, generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, monitor, steps, optimizer=None, feed=states, micro=1):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for part in range(micro):
+            loss = model(feed(step * micro + part))
+            loss.backward()
+            monitor.note(loss=loss)
+        optimizer.step()
+
+
+def events(path, kind=None):
+    read = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in read if kind in (None, event["event"])]
+
+
+def test_a_plain_loop_writes_scalars_at_its_cadence(net, path):
+    written = {}
+    with Monitor(net, every=3, writer=written.__setitem__, jsonl=path) as monitor:
+        train(net, monitor, 7)
+    assert list(written) == monitor.measured_steps == [0, 3, 6]
+    names = set(written[0])
+    for metric in ("entropy_nats", "p_max", "score_max", "sink_mass", "score_std"):
+        for which in ("0", "1", "2", "mean", "max", "q99"):
+            assert f"attn/layers.1/{which}/{metric}" in names
+    assert {"train/loss", "train/grad_norm"} <= names
+    logged = events(path, "scalars")
+    assert [event["step"] for event in logged] == [0, 3, 6]
+    assert logged[1]["values"] == pytest.approx(written[3])
+    assert {event["mode"] for event in logged} == {"live"}
+    assert_put_back(net)
+
+
+def test_the_numbers_are_those_of_the_attention(path):
+    fresh = Net()
+    with Monitor(fresh, every=1, num_queries=None, jsonl=path, auto_step=False) as monitor:
+        fresh(states())
+        monitor.end_step()
+    layer = fresh.layers[0]
+    with torch.no_grad():
+        q, k = (
+            part(states()).view(2, 7, 3, 11).transpose(1, 2)
+            for part in (layer.q_proj, layer.k_proj)
+        )
+        scores = q @ k.mT * 11**-0.5
+        weights = scores.softmax(-1)
+        entropy = -(weights * weights.log()).sum(-1).mean((0, 2))
+    for head in range(3):
+        now = monitor.latest
+        assert now[f"attn/layers.0/{head}/entropy_nats"] == pytest.approx(float(entropy[head]))
+        largest = float(scores[:, head].max())
+        assert now[f"attn/layers.0/{head}/score_max"] == pytest.approx(largest)
+    assert now["attn/layers.0/mean/entropy_nats"] == pytest.approx(float(entropy.mean()))
+    assert now["attn/layers.0/max/entropy_nats"] == pytest.approx(float(entropy.max()))
+    quantile = float(entropy.double().quantile(0.99))
+    assert now["attn/layers.0/q99/entropy_nats"] == pytest.approx(quantile)
+
+
+@torch.no_grad()
+def test_case_a19_maximum_over_micro_batches_then_reset(path):
+    model = nn.Sequential(nn.Identity(), Attention(4, 1))
+    for part in (model[1].q_proj, model[1].k_proj):
+        nn.init.eye_(part.weight)
+    direction = torch.tensor([1.0, 0, 0, 0])
+
+    def batch_with(score):  # q.k / sqrt(4) = score for one pair of tokens
+        tokens_in = torch.zeros(1, 5, 4)
+        tokens_in[0, 2] = direction * math.sqrt(2 * score)
+        return tokens_in
+
+    with Monitor(model, every=1, jsonl=path, auto_step=False) as monitor:
+        for micro_batches in ((3.0, 80.0, 1.0), (5.0, 2.0)):
+            for score in micro_batches:
+                model(batch_with(score))
+            monitor.end_step()
+            largest = monitor.latest["attn/1/max/score_max"]
+            assert largest == pytest.approx(max(micro_batches), rel=1e-5)
+
+
+@pytest.mark.parametrize("spans_backward", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_case_a10_checkpointing_counts_once_and_changes_no_gradient(
+    spans_backward, reentrant, path
+):
+    gradients, ids = {}, tokens()["input_ids"]
+    for is_watched in (False, True):
+        model = HOSTS["gpt2"].build(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).train()
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        monitor = Monitor(model, every=1, jsonl=path, auto_step=False)
+        if is_watched:
+            monitor.__enter__()
+        loss = model(ids, labels=ids, use_cache=False).loss
+        if is_watched and not spans_backward:
+            monitor.end_step()
+            monitor.__exit__(None, None, None)
+        loss.backward()
+        if is_watched and spans_backward:
+            counted = float(monitor.sums.counts["transformer.h.0.attn"].amax())
+            assert counted == ids.numel()
+            monitor.end_step()
+            monitor.__exit__(None, None, None)
+        gradients[is_watched] = [parameter.grad for parameter in model.parameters()]
+    for stock, watched in zip(gradients[False], gradients[True], strict=True):
+        assert torch.equal(stock, watched)
+
+
+def test_case_a11_memory_is_flat_and_everything_is_put_back(net, path):
+    import gc
+
+    counts = {}
+    with torch.no_grad(), Monitor(net, every=1, jsonl=path, auto_step=False) as monitor:
+        for step in range(30):
+            net(states())
+            monitor.end_step()
+            if step in (3, 29):
+                gc.collect()
+                counts[step] = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    assert counts[3] == counts[29]
+    with pytest.raises(RuntimeError, match="from the body"), Monitor(net, jsonl=path):
+        raise RuntimeError("from the body")
+    with pytest.raises(ValueError, match="hidden_states must be"), Monitor(net, jsonl=path):
+        net(torch.randn(2, 3))
+    assert_put_back(net)
+
+
+class ConvBetween(nn.Module):
+    """Alternates attention and a convolution, queries near a vector and keys near its negative."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.conv = Attention(8, 2), nn.Conv1d(8, 8, 3, padding=1)
+        self.attn.q_proj.bias = nn.Parameter(torch.full((8,), 3.0))
+        self.attn.k_proj.bias = nn.Parameter(torch.full((8,), -3.0))
+
+    def forward(self, hidden_states):
+        return self.conv(self.attn(hidden_states).mT)
+
+
+@torch.no_grad()
+def test_case_a20_layers_without_attention_and_negative_maxima(path):
+    model = ConvBetween()
+    with Monitor(model, every=1, jsonl=path, auto_step=False) as monitor:
+        model(0.1 * torch.randn(2, 5, 8))
+        monitor.end_step()
+    assert [site.name for site in monitor.sums.sites] == ["attn"]
+    for head in ("0", "1"):
+        assert monitor.latest[f"attn/attn/{head}/score_max"] < 0
+        assert math.isfinite(monitor.latest[f"attn/attn/{head}/score_max"])
+    assert monitor.alerts == []
+
+
+def test_the_first_layer_and_head_to_break_are_named_with_the_last_healthy_numbers(net, path):
+    told = []
+    with Monitor(net, every=4, jsonl=path, on_alert=told.append) as monitor:
+        train(net, monitor, 6)
+        with torch.no_grad():
+            net.layers[1].v_proj.weight.view(3, 11, 33)[2, 0, 0] = math.nan
+        train(net, monitor, 2)
+    kinds = [alert.kind for alert in told]
+    assert kinds == ["nonfinite_loss", "nonfinite_grad_norm", "nonfinite_attention"] or kinds == [
+        "nonfinite_loss", "nonfinite_attention",
+    ]  # fmt: skip
+    broken = told[-1]
+    # at step 7 all weights are NaN: the first layer breaks first
+    assert (broken.step, broken.layer, broken.head, broken.healthy_step) == (7, "layers.0", 0, 4)
+    assert "last healthy step 4: entropy_nats" in broken.text
+    logged = next(e for e in events(path, "alert") if e["kind"] == "nonfinite_attention")
+    assert set(logged["healthy"]) == {"layers.0", "layers.1"}
+
+
+@torch.no_grad()
+def test_a_head_that_breaks_in_a_measured_step_is_named_at_once(net, path):
+    net.layers[1].k_proj.weight.view(3, 11, 33)[2, 0, 0] = math.nan
+    with Monitor(net, every=1, jsonl=path, auto_step=False) as monitor:
+        net(states())
+        monitor.end_step()
+    alert = next(a for a in monitor.alerts if a.kind == "nonfinite_attention")
+    assert (alert.layer, alert.head, alert.healthy_step) == ("layers.1", 2, None)
+
+
+@torch.no_grad()
+def test_growing_scores_are_told_once_and_again_after_recovery(net, path):
+    with Monitor(net, every=1, jsonl=path, auto_step=False) as monitor:
+        for factor in (1, 1000, 1, 1 / 1000, 1000):
+            net.layers[0].q_proj.weight.view(3, 11, 33)[1] *= factor
+            net(states())
+            monitor.end_step()
+    exploding = [alert for alert in monitor.alerts if alert.kind == "exploding_scores"]
+    assert [(a.step, a.layer, a.head) for a in exploding] == [
+        (1, "layers.0", 1), (4, "layers.0", 1),
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_case_a17_overflow_is_told_while_all_is_finite(path):
+    model = nn.Sequential(nn.Identity(), Attention(33, 3)).to(torch.float16)
+    model[1].inner.scale = 1e-6
+    model[1].q_proj.weight.view(3, 11, 33)[1] *= 400
+    model[1].k_proj.weight.view(3, 11, 33)[1] *= 400
+    with Monitor(model, every=1, jsonl=path, auto_step=False) as monitor:
+        model(states().half())
+        monitor.end_step()
+    alert = next(a for a in monitor.alerts if a.kind == "overflow")
+    assert (alert.layer, alert.head) == ("1", 1)
+    assert "logit overflow" in alert.text
+
+
+def test_a_learning_rate_thirty_times_too_high_is_told_before_the_loss_is_nan(path):
+    torch.manual_seed(0)
+    model = HOSTS["gpt2"].build(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=30 * 10.0)
+    ids, first_nan = tokens()["input_ids"], None
+    with Monitor(model, every=1, jsonl=path) as monitor:
+        for step in range(60):
+            loss = model(ids, labels=ids, use_cache=False).loss
+            if not loss.isfinite():
+                first_nan = step
+                break
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    named = [alert for alert in monitor.alerts if alert.layer]
+    assert named
+    assert named[0].kind in ("exploding_scores", "entropy_collapse")
+    assert named[0].layer.startswith("transformer.h.")
+    assert first_nan is None or named[0].step < first_nan
+
+
+def test_spikes_stand_out_of_what_was_usual():
+    calm = [1.0 + 0.01 * (i % 5) for i in range(ENOUGH)]
+    assert is_spike(2.0, calm)
+    assert not is_spike(1.03, calm)
+    assert not is_spike(2.0, [1.0] * ENOUGH)
+    watch = Watch()
+    for step, value in enumerate([*calm, 9.0, 1.0]):
+        alerts = list(watch.of_curves(step, {"grad_norm": value}))
+        assert bool(alerts) == (step == ENOUGH)
+    assert list(watch.of_curves(99, {"loss": math.inf}))[0].kind == "nonfinite_loss"
+    assert list(watch.of_curves(100, {"loss": math.inf})) == []
+
+
+def test_a_lost_loss_is_told_once():
+    watch = Watch()
+    values = [5.0 - 0.1 * i for i in range(40)] + [4.9] * 60
+    told = []
+    for step, value in enumerate(values):
+        list(watch.of_curves(step, {"loss": value}))
+        told += watch.of_divergence(step)
+    assert [alert.kind for alert in told] == ["divergence"]
+    assert 30 <= int(told[0].text.split()[-1]) <= 56
+
+
+def test_state_goes_on_with_the_run(net, path):
+    with Monitor(net, every=4, jsonl=path) as monitor:
+        train(net, monitor, 6)
+    state = json.loads(json.dumps(monitor.state_dict()))
+    again = Monitor(Net(), every=4, jsonl=path)
+    again.load_state_dict(state)
+    assert again.step == 6
+    assert list(again.watch.curves["loss"]) == list(monitor.watch.curves["loss"])
+    with again:
+        train(again.model, again, 4)
+    assert again.measured_steps == [8]
+    assert [event["step"] for event in events(path, "scalars")] == [0, 4, 8]
+    with pytest.raises(ValueError, match="state must be that of a Monitor"):
+        again.load_state_dict({})
+
+
+def test_evaluation_in_between_is_not_counted(net, path):
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    with Monitor(net, every=1, num_queries=None, jsonl=path) as monitor:
+        for _ in range(2):
+            net(states()).backward()
+            with torch.no_grad():
+                net(100 * states(5, batch=9))
+            assert float(monitor.sums.counts["layers.0"].amax()) == 2 * 7
+            optimizer.step()
+        optimizer.step()  # without a forward it ends nothing
+    assert monitor.measured_steps == [0, 1]
+
+
+def test_a_second_optimizer_does_not_end_the_step(net, path):
+    halves = [torch.optim.SGD(layer.parameters(), lr=1e-3) for layer in net.layers]
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1e-3)
+    with Monitor(net, every=1, jsonl=path) as monitor:
+        for _ in range(3):
+            net(states()).backward()
+            for optimizer in (stranger, *halves):
+                optimizer.step()
+    assert monitor.step == 3
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("how", ["wrapped", "in_place"])
+def test_compiled_models_run_a_probe_and_say_so(order, how, path):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    model, plain = HOSTS["timm_vit"].build(), HOSTS["timm_vit"].build()
+    images = HOSTS["timm_vit"].batch()
+
+    def compiled():
+        if how == "wrapped":
+            return torch.compile(model, backend=counter)
+        model.compile(backend=counter)
+        return model
+
+    ready = compiled() if order == "after" else None
+    if ready is not None:
+        ready(images)
+    watched = model if order == "before" else ready
+    with Monitor(watched, every=2, jsonl=path, auto_step=False) as monitor:
+        ready = compiled() if ready is None else ready
+        for _ in range(5):
+            output = ready(images)
+            monitor.end_step()
+    torch.testing.assert_close(output, plain(images), atol=1e-5, rtol=0)
+    assert monitor.measured_steps == [0, 2, 4]
+    assert {event["mode"] for event in events(path, "scalars")} == {"probe"}
+    assert counter.frame_count <= 2
+    with Monitor(plain, every=1, jsonl=path, auto_step=False) as reference:
+        plain(images)
+        reference.end_step()
+    assert monitor.latest == pytest.approx(reference.latest, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "timm_vit", "swin", "torch_encoder", "whisper"])
+def test_every_library_is_seen(name, path):
+    model = HOSTS[name].build()
+    with torch.no_grad(), Monitor(model, every=1, jsonl=path, auto_step=False) as monitor:
+        run(model, HOSTS[name].batch())
+        monitor.end_step()
+    layers = {key.split("/")[1] for key in monitor.latest if key.startswith("attn/")}
+    assert len(layers) == HOSTS[name].num_sites
+    assert all(math.isfinite(value) for value in monitor.latest.values())
+    assert_put_back(model)
+
+
+def test_steps_between_cost_no_hook_on_any_layer(net, path):
+    with Monitor(net, every=5, jsonl=path, auto_step=False) as monitor:
+        for step in range(5):
+            seen = []
+            handle = net.layers[0].o_proj.register_forward_hook(
+                lambda m, a, o, seen=seen: seen.append(len(net.layers[0]._forward_pre_hooks))
+            )
+            net(states())
+            handle.remove()
+            assert seen == [1 if step == 0 else 0]
+            monitor.end_step()
+
+
+def test_tensorboard_and_accelerate_get_the_scalars(net, path, tmp_path):
+    from accelerate import Accelerator
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(tmp_path / "board")
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path / "acc")
+    accelerator.init_trackers("run")
+    for writer in (board, accelerator):
+        with Monitor(net, every=1, writer=writer, jsonl=path) as monitor:
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 1e-3))
+            loss = model(states())
+            accelerator.backward(loss)
+            monitor.note(loss=loss)
+            optimizer.step()
+        assert monitor.measured_steps == [0]
+    board.close()
+    accelerator.end_training()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for folder in (tmp_path / "board", tmp_path / "acc" / "run"):
+        read = EventAccumulator(str(folder))
+        read.Reload()
+        assert "attn/layers.0/mean/entropy_nats" in read.Tags()["scalars"]
+
+
+def test_a_tracker_is_anything_that_logs():
+    logged = []
+
+    class Run:
+        def log(self, values, step):
+            logged.append((step, values))
+
+    as_writer(Run())(3, {"a": 1.0})
+    assert logged == [(3, {"a": 1.0})]
+    with pytest.raises(ValueError, match="writer must be a function of step and scalars"):
+        as_writer(5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_transformers(path, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    from levelhead.monitor_trainer import trainer_callback
+
+    model = HOSTS["gpt2"].build()
+    ids = tokens()["input_ids"]
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    monitor = Monitor(model, every=2, jsonl=path)
+    Trainer(model, arguments, train_dataset=data, callbacks=[trainer_callback(monitor)]).train()
+    assert monitor.measured_steps == [0, 2]
+    assert monitor.step == 4
+    assert "train/loss" in monitor.latest
+    assert "train/grad_norm" in monitor.latest
+    assert_put_back(model)
+
+
+def test_lightning_fabric(net, path):
+    fabric_module = pytest.importorskip("lightning.fabric")
+    fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 1e-3))
+    with Monitor(net, every=1, jsonl=path) as monitor:
+        fabric.backward(model(states()))
+        optimizer.step()
+    assert monitor.measured_steps == [0]
+
+
+def _rank(rank, port, folder, reductions):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Net())
+    calls, all_reduce = [], dist.all_reduce
+
+    def counted(tensor, op=dist.ReduceOp.SUM, **more):
+        calls.append(str(op))
+        return all_reduce(tensor, op, **more)
+
+    dist.all_reduce = counted
+    path = f"{folder}/{rank}.jsonl"
+    with Monitor(model, every=2, jsonl=path, num_queries=None) as monitor:
+        train(model, monitor, 3, feed=lambda seed: states(2 * seed + rank, batch=1))
+    reductions.put((rank, calls, dict(monitor.latest), os.path.exists(path)))
+    reductions.close()
+    reductions.join_thread()
+    dist.destroy_process_group()
+
+
+def test_two_processes_reduce_twice_a_measured_step_and_agree(tmp_path, free_port):
+    context = mp.get_context("fork")
+    queue = context.Queue()
+    workers = [
+        context.Process(target=_rank, args=(rank, free_port, str(tmp_path), queue))
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.start()
+    found = {rank: rest for rank, *rest in (queue.get(timeout=60) for _ in workers)}
+    for worker in workers:
+        worker.join(60)
+    assert [len(calls) for calls, *_ in found.values()] == [4, 4]  # two steps, two each
+    attention = [
+        {k: v for k, v in latest.items() if k.startswith("attn/")}
+        for _, latest, _ in found.values()
+    ]
+    assert attention[0] == attention[1]
+    assert [exists for *_, exists in (found[0], found[1])] == [True, False]
+    torch.manual_seed(0)
+    single = Net()
+    with Monitor(single, every=2, jsonl=tmp_path / "one.jsonl", num_queries=None) as monitor:
+        both = lambda seed: torch.cat([states(2 * seed, 1), states(2 * seed + 1, 1)])  # noqa: E731
+        train(single, monitor, 3, feed=both)
+    for name, value in attention[0].items():
+        assert value == pytest.approx(monitor.latest[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"every": 0}, "every must be at least 1"),
+    ({"metrics": ("entropy",)}, "unknown metric 'entropy'; known: entropy_nats"),
+    ({"writer": 3}, "writer must be a function"),
+])  # fmt: skip
+def test_bad_options_are_refused(net, path, options, words):
+    with pytest.raises(ValueError, match=words):
+        Monitor(net, jsonl=path, **options)
+
+
+def test_models_that_cannot_be_watched_are_refused(path):
+    with pytest.raises(ValueError, match="no attention found"):
+        Monitor(nn.Linear(2, 2), jsonl=path)
+    with pytest.raises(ValueError, match="the attention must be a part of the model"):
+        Monitor(Attention(6, 2), jsonl=path)
+
+
+def test_a_measured_step_without_attention_is_told(net, path):
+    with Monitor(net, every=1, jsonl=path, auto_step=False) as monitor:
+        monitor.end_step()
+    assert [alert.kind for alert in monitor.alerts] == ["not_seen"]
+
+
+def test_small_parts():
+    assert gradient_norm(nn.Linear(2, 2)) is None
+    named = scalars({"": {"p_max": [0.25, math.nan]}})
+    assert named["attn/root/mean/p_max"] == 0.25
+    assert named["attn/root/max/p_max"] == 0.25

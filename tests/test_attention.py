@@ -277,8 +277,11 @@ def test_autocast_gives_finite_low_precision_output_close_to_full(variant):
 
 
 def test_affine_state_stays_wide_in_half_precision():
-    affine = lh.Attention(12, 3, variant="affine").to(torch.bfloat16).inner.weights
+    layer = lh.Attention(12, 3, variant="affine")
+    layer.inner.weights.set_state("alpha_mean", 0.4512345)
+    affine = layer.to(torch.bfloat16).inner.weights
     assert isinstance(affine, Affine)
+    assert torch.equal(affine.alpha_mean, torch.full((3,), 0.4512345))
     assert affine.alpha_proj.weight.dtype == torch.bfloat16
     assert affine.alpha_mean.dtype == torch.float32
     assert lh.Attention(12, 3, variant="affine").double().inner.weights.alpha_mean.dtype == (

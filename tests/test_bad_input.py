@@ -29,6 +29,7 @@ def qkv(num_queries=5, num_keys=7, num_heads=H, head_dim=D):
         (lambda: lh.Attention(12, 0), "num_heads must divide embed_dim, got num_heads=0"),
         (lambda: lh.Attention(12, 3, head_dim=-1), "sizes must be positive, got embed_dim=12, head_dim=-1"),
         (lambda: lh.Attention(12, 3, dropout_p=1.0), r"dropout_p must be in \[0, 1\), got dropout_p=1.0"),
+        (lambda: lh.Attention(12, 3, scale=float("nan")), "scale must be finite, got scale=nan"),
         (lambda: inner("spectral"), "act on q, k and v projections.*levelhead.Attention, or levelhead.convert"),
     ],
 )  # fmt: skip

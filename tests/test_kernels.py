@@ -9,6 +9,21 @@ from levelhead.stages.softmax import extra_key_attention
 B, H, T, D = 2, 3, 7, 5
 
 
+def test_a_scale_of_zero_is_uniform_attention_in_both_forms():
+    query, key, value = (torch.randn(B, H, T, D) for _ in range(3))
+    sink = torch.randn(H)
+    kernel = find_lse_kernel(query, key, value, has_mask=False)
+    torch.testing.assert_close(
+        extra_key_attention(query, key, value, sink, None, False, 0.0),
+        SinkAttention.apply(query, key, value, sink, None, False, 0.0, kernel),
+    )
+
+
+def test_no_query_gives_no_row_under_causality():
+    query, key = torch.randn(B, H, 0, D), torch.randn(B, H, 0, D)
+    assert extra_key_attention(query, key, key, torch.zeros(H), None, True, 1.0).shape == key.shape
+
+
 @pytest.mark.parametrize("transposed", range(4))
 def test_rows_may_lie_in_memory_in_any_order(transposed):
     """The kernel reads past rows that are not dense; query, key, value and gradient may be so."""

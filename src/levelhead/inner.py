@@ -1,5 +1,6 @@
 """The inner attention: query, key and value to one output per head, of any variant."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -116,6 +117,7 @@ class InnerAttention(nn.Module):
         dropout_p: float,
     ) -> None:
         require(0.0 <= dropout_p < 1.0, "dropout_p must be in [0, 1)", f"dropout_p={dropout_p}")
+        require(scale is None or math.isfinite(scale), "scale must be finite", f"scale={scale}")
         self.variant, self.shape, self.dropout_p = variant, shape, dropout_p
         self.scale = shape.head_dim**-0.5 if scale is None else scale
         self.norm, self.normaliser = parts["norm"], parts["normaliser"]

@@ -76,10 +76,16 @@ class StepState(nn.Module):
 
     def _apply(self, fn, recurse=True):
         # Half precision would freeze a running mean: a step of it is below its resolution.
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                self._buffers[name] = buffer.to(at_least_float32(buffer.dtype))
+            exact = before[name]
+            if buffer is None or exact is None or not buffer.is_floating_point():
+                continue
+            wide = at_least_float32(buffer.dtype)
+            if buffer.dtype != wide:
+                source = buffer if exact.is_meta else exact
+                self._buffers[name] = source.to(buffer.device, wide)
         return self
 
 

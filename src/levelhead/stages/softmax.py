@@ -110,13 +110,15 @@ def extra_key_attention(
         sink_score: Unscaled score of the extra key.
         attn_mask: Boolean (True = may attend) or float (added), or None.
         is_causal: Top-left causal, for as many keys as queries.
-        scale: Factor on the dot product; not zero.
+        scale: Factor on the dot product.
         dropout_p: Probability of dropping a weight.
 
     Returns:
         One output per query and head.
     """
     batch, num_heads, num_queries, head_dim = query.shape
+    if scale == 0:
+        query, scale = query * scale, 1.0
     num_groups = num_heads // key.shape[1]
     width = -(-(head_dim + 1) // _HEAD_DIM_MULTIPLE) * _HEAD_DIM_MULTIPLE
     key = key.repeat_interleave(num_groups, dim=1)

@@ -1,0 +1,190 @@
+"""What watching costs: a measured step, a step in between, the default cadence, and diagnose."""
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
+from levelhead.diagnose import diagnose
+from levelhead.harness.models.gpt import GPT, GPTConfig
+from levelhead.harness.models.vit import ViT, ViTConfig
+from levelhead.monitor import Monitor
+
+CADENCE = 50
+# What the figures must stay below.
+CADENCE_BAR, MEASURED_BAR = 1.03, 2.0
+DIAGNOSE_BAR_S, JACOBIAN_BAR_S, MEMORY_BAR = 60.0, 300.0, 1.3
+
+
+def small_vit() -> tuple[nn.Module, Tensor]:
+    """Return the small ViT of the comparison and a batch of its size.
+
+    Returns:
+        Model and images.
+    """
+    model = ViT(ViTConfig(image_size=8, patch_size=2, num_channels=1, num_classes=10))
+    return model, torch.randn(64, 1, 8, 8)
+
+
+def gpt(num_layers: int, num_tokens: int) -> tuple[nn.Module, Tensor]:
+    """Return a GPT of width 768 with twelve heads and one row of tokens.
+
+    Args:
+        num_layers: 12 for GPT-2's size.
+        num_tokens: Length of the row.
+
+    Returns:
+        Model and tokens.
+    """
+    config = GPTConfig(
+        vocab_size=256, context_length=num_tokens, embed_dim=768, num_heads=12,
+        num_layers=num_layers,
+    )  # fmt: skip
+    return GPT(config), torch.randint(256, (1, num_tokens))
+
+
+def measure_monitor(
+    name: str, model: nn.Module, inputs: Tensor, repeats: int, folder: Path, steps: int = 1
+) -> list[dict[str, Any]]:
+    """Time a training step: unwatched, watched in between, watched and measured.
+
+    Args:
+        name: Of the model.
+        model: To be trained.
+        inputs: One batch.
+        repeats: Rounds; each does ``steps`` steps of every kind.
+        folder: For the JSONL files.
+        steps: Of each timing; short steps want several.
+
+    Returns:
+        A record for the measured step and one for the default cadence.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    monitors = {
+        "measured": Monitor(model, every=1, jsonl=folder / "measured.jsonl"),
+        "between": Monitor(model, every=10**9, jsonl=folder / "between.jsonl"),
+    }
+    monitors["between"].step = 1  # its only measured step lies behind
+
+    def step() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(inputs).float().square().mean().backward()
+            optimizer.step()
+
+    def watched(monitor: Monitor) -> Callable[[], None]:
+        def call() -> None:
+            with monitor:
+                step()
+
+        return call
+
+    calls = {"plain": step} | {kind: watched(m) for kind, m in monitors.items()}
+    found = ratios(compare_times(calls, repeats, warmup=2), "plain")
+    between, measured = found["between"]["ratio"], found["measured"]["ratio"]
+    cadence = {"ratio": ((CADENCE - 1) * between + measured) / CADENCE}
+    return [
+        _record(f"{name}: measured step / step", found["measured"], MEASURED_BAR),
+        _record(f"{name}: every {CADENCE} / none", cadence, CADENCE_BAR, between=between),
+    ]
+
+
+def measure_diagnose(num_images: int, jacobian_tokens: int) -> list[dict[str, Any]]:
+    """Time ``diagnose`` of a ViT-B and its memory against a plain forward.
+
+    Args:
+        num_images: Images in the batch.
+        jacobian_tokens: Tokens of the Jacobians.
+
+    Returns:
+        Records: seconds without and with Jacobians, and memory.
+    """
+    import timm
+
+    model = timm.create_model("vit_base_patch16_224").eval()
+    images = torch.randn(num_images, 3, 224, 224)
+
+    def forward() -> object:
+        with torch.no_grad():
+            return model(images)
+
+    records = []
+    for tokens, bar in ((0, DIAGNOSE_BAR_S), (jacobian_tokens, JACOBIAN_BAR_S)):
+        start = time.perf_counter()
+        diagnose(model, images, jacobian_tokens=tokens)
+        seconds = {"ratio": time.perf_counter() - start}
+        what = f"Jacobians on {tokens} tokens" if tokens else "no Jacobians"
+        name = f"diagnose ViT-B, {num_images} images, {what} (seconds)"
+        records.append(_record(name, seconds, bar))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    plain = weights + peak_extra_bytes(forward)
+    peak = weights + peak_extra_bytes(lambda: diagnose(model, images, jacobian_tokens=0))
+    name = "diagnose ViT-B: peak memory / plain forward, weights counted in both"
+    return [*records, _record(name, {"ratio": peak / plain}, MEMORY_BAR)]
+
+
+def _record(name: str, found: dict[str, float], bar: float, **more: float) -> dict[str, Any]:
+    return {"name": name, "bar": bar, "holds": found["ratio"] <= bar, **found, **more}
+
+
+def run(num_layers: int, num_tokens: int, num_images: int, repeats: int) -> dict[str, Any]:
+    """Run the whole benchmark.
+
+    Args:
+        num_layers: Of the GPT; 0 leaves it out.
+        num_tokens: Of its row.
+        num_images: For ``diagnose`` of ViT-B; 0 leaves it out.
+        repeats: Rounds of each comparison.
+
+    Returns:
+        One JSON-able record, the machine included.
+    """
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        results = measure_monitor("small ViT", *small_vit(), 2 * repeats, Path(folder), 20)
+        if num_layers:
+            name = f"GPT, {num_layers} layers, {num_tokens} tokens"
+            model = gpt(num_layers, num_tokens)
+            results += measure_monitor(name, *model, repeats, Path(folder))
+    if num_images:
+        results += measure_diagnose(num_images, 8)
+    return {
+        "benchmark": "monitor",
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "results": results,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run from the command line.
+
+    Args:
+        argv: Arguments, those of the process if None.
+
+    Returns:
+        0 if every figure stays below its bar, else 1.
+    """
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12, help="of the GPT; 0 leaves it out")
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--images", type=int, default=8, help="for diagnose; 0 leaves it out")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the record here")
+    chosen = parser.parse_args(argv)
+    record = run(chosen.layers, chosen.tokens, chosen.images, chosen.repeats)
+    for row in record["results"]:
+        verdict = "ok" if row["holds"] else "ABOVE"
+        print(f"{verdict:5} {row['ratio']:8.3f}  bar {row['bar']:.2f}  {row['name']}")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0 if all(row["holds"] for row in record["results"]) else 1

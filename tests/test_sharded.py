@@ -90,7 +90,7 @@ def train_wrapped(rank, expected):
             assert_same(state(copied), expected[variant], variant)
 
 
-def test_case_a12_every_variant_trains_on_two_ranks_as_on_one(free_port):
+def test_case_a12_a28_every_variant_trains_on_two_ranks_as_on_one(free_port):
     """Without find_unused_parameters; every parameter has a gradient on every rank and step."""
     expected = {}
     for variant in EVERY:

@@ -178,7 +178,7 @@ def test_the_probe_is_the_distance_of_the_papers_weights():
     mha = nn.MultiheadAttention(42, 3, batch_first=True)
     (site,) = lh.find_attention(mha)
     site.write(lh.find_attention(host)[0].read().map(lambda w: torch.randn_like(w) * 0.3))
-    hidden = torch.randn(2, 17, 42, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(1, 17, 42, generator=torch.Generator().manual_seed(0))
     bias = site.read().o_bias
     before = mha(hidden, hidden, hidden, need_weights=False)[0] - bias
     conversion = lh.convert(mha, "quest")

@@ -1,22 +1,25 @@
 """By how much a conversion moves the output of one attention, without running the model."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from levelhead.inner import InnerAttention
-from levelhead.parts.base import AttentionShape
 from levelhead.parts.projections import WHICH, Projections
 from levelhead.parts.scores import DotProduct
 from levelhead.shapes import at_least_float32
 from levelhead.sites.build import HostSink
 from levelhead.sites.host import Installed
-from levelhead.sites.layout import ProjectionWeights
+from levelhead.sites.layout import Projection
+from levelhead.sites.projection_hooks import logical_bias, logical_weight
 from levelhead.sites.sites import AttentionSite
 from levelhead.variants import make_parts, parse_variant
 
-PROBE_BATCH, PROBE_TOKENS = 2, 17
+PROBE_TOKENS = 17
+WIDE = (torch.float32, torch.float64)
 PROBED_KINDS = ("self", "cross", "window")
 
 
@@ -29,7 +32,7 @@ def moved_by(site: AttentionSite, installed: Installed, factor: float) -> float 
 
     Args:
         site: Where.
-        installed: What will run there; copied, never changed.
+        installed: What will run there; never changed.
         factor: What the output is multiplied by, for a host that makes up for a neutral start.
 
     Returns:
@@ -37,15 +40,27 @@ def moved_by(site: AttentionSite, installed: Installed, factor: float) -> float 
     """
     if site.kind not in PROBED_KINDS or site.q_norm is not None and site.norm_spans_heads:
         return None
-    weights = site.read()
-    dtype = at_least_float32(weights.q_weight.dtype)
-    weights = weights.map(lambda weight: weight.to(dtype))
-    after = _copied(installed).to(dtype).eval()
-    plain = _plain(site, after)
-    hidden = _hidden_states(site, weights)
-    before = _run(site, plain, Projections(), weights, hidden)
-    new = _run(site, after.inner, after.projections, weights, hidden, after.early_norm) * factor
-    return float((new - before).norm() / before.norm().clamp_min(torch.finfo(dtype).tiny))
+    is_wide = site.layout.q.weight.parameter.dtype in WIDE
+    with _evaluating(installed if is_wide else _copied(installed).float()) as after:
+        hidden = _hidden_states(site)
+        rows = {which: _project(site, which, hidden) for which in WHICH}
+        before = _attend(site, _plain(site, after), rows, hidden)
+        if after.variant.has_projections:
+            rows = {w: _project(site, w, hidden, after.projections) for w in WHICH}
+        new = _attend(site, after.inner, rows, hidden, after.early_norm) * factor
+        difference, before = _merge(site, new - before), _merge(site, before)
+    return float(difference.norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
+
+
+@contextmanager
+def _evaluating(installed: Installed) -> Iterator[Installed]:
+    """Run in evaluation mode, where no state moves, and go back to the modes that were."""
+    modes = [(module, module.training) for module in installed.modules()]
+    try:
+        yield installed.eval()
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _copied(installed: Installed) -> Installed:
@@ -58,7 +73,7 @@ def _copied(installed: Installed) -> Installed:
 def _plain(site: AttentionSite, installed: Installed) -> InnerAttention:
     """The host's attention: softmax with the host's own cap and sink."""
     softmax, shape = parse_variant("softmax"), installed.inner.shape
-    parts = make_parts(softmax, AttentionShape(**{**vars(shape), "factory": {}}))
+    parts = make_parts(softmax, shape)
     del parts["projections"]
     if site.soft_cap is not None:
         parts["cap"] = installed.inner.cap
@@ -67,38 +82,58 @@ def _plain(site: AttentionSite, installed: Installed) -> InnerAttention:
     return InnerAttention.from_parts(softmax, shape, parts, site.scale).eval()
 
 
-def _hidden_states(site: AttentionSite, weights: ProjectionWeights) -> tuple[Tensor, Tensor]:
-    like, generator = weights.q_weight, torch.Generator().manual_seed(0)
-    query_side = torch.randn(PROBE_BATCH, PROBE_TOKENS, site.embed_dim, generator=generator)
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(at_least_float32(tensor.dtype))
+
+
+def _hidden_states(site: AttentionSite) -> tuple[Tensor, Tensor]:
+    """What queries are made of, and what keys and values are made of."""
+    like, generator = _wide(site.layout.q.weight.parameter), torch.Generator().manual_seed(0)
+    query_side = torch.randn(1, PROBE_TOKENS, site.embed_dim, generator=generator)
     query_side = query_side.to(like.device, like.dtype)
     if site.kv_embed_dim == site.embed_dim and site.kind != "cross":
         return query_side, query_side
-    key_side = torch.randn(PROBE_BATCH, PROBE_TOKENS, site.kv_embed_dim, generator=generator)
+    key_side = torch.randn(1, PROBE_TOKENS, site.kv_embed_dim, generator=generator)
     return query_side, key_side.to(like.device, like.dtype)
 
 
-def _run(
+_AS_THEY_ARE = Projections()
+
+
+def _project(
+    site: AttentionSite,
+    which: str,
+    hidden: tuple[Tensor, Tensor],
+    part: Projections = _AS_THEY_ARE,
+) -> Tensor:
+    projection: Projection = getattr(site.layout, which)
+    weight, bias = _wide(logical_weight(projection)), logical_bias(projection)
+    bias = None if bias is None else _wide(bias)
+    projected = part.project(which, hidden[which != "q"], weight, bias)
+    heads = site.num_heads if which == "q" else site.num_kv_heads
+    return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _attend(
     site: AttentionSite,
     inner: InnerAttention,
-    part: Projections,
-    weights: ProjectionWeights,
+    rows: dict[str, Tensor],
     hidden: tuple[Tensor, Tensor],
     early_norm: DotProduct | None = None,
 ) -> Tensor:
-    rows: dict[str, Tensor] = {}
-    for which in WHICH:
-        weight, bias = getattr(weights, f"{which}_weight").mT, getattr(weights, f"{which}_bias")
-        projected = part.project(which, hidden[which != "q"], weight, bias)
-        heads = site.num_heads if which == "q" else site.num_kv_heads
-        rows[which] = projected.unflatten(-1, (heads, -1)).transpose(1, 2)
     query, key = _host_norms(site, rows["q"], rows["k"])
     if early_norm is not None:
         query, key = early_norm.prepare(query, key)
     if site.head_scale is not None:
         query = query * site.head_scale().to(query.dtype)
-    attn_output = inner(query, key, rows["v"], hidden[0], is_causal=site.is_causal)
+    return inner(query, key, rows["v"], hidden[0], is_causal=site.is_causal)
+
+
+def _merge(site: AttentionSite, attn_output: Tensor) -> Tensor:
+    """Through the output projection, without its bias, which no variant moves."""
     merged = attn_output.transpose(1, 2).flatten(2)
-    return merged if weights.o_weight is None else merged @ weights.o_weight
+    o = site.layout.o
+    return merged if o is None else merged @ _wide(logical_weight(o)).mT
 
 
 def _host_norms(site: AttentionSite, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

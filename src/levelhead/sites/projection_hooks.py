@@ -48,7 +48,7 @@ class ProjectionHook:
         projected = columns.flatten(0, columns.ndim - output.ndim).movedim(0, -1)
         installed = self.installed
         projected = installed.projections.adjust(
-            which, projected, hidden_states, logical_weight(projection), _bias(projection)
+            which, projected, hidden_states, logical_weight(projection), logical_bias(projection)
         )
         norm = installed.early_norm
         if norm is None or which == "v":
@@ -82,7 +82,15 @@ def logical_weight(projection: Projection) -> Tensor:
     return projection.weight.rows(projection.weight.parameter).flatten(0, -2)
 
 
-def _bias(projection: Projection) -> Tensor | None:
+def logical_bias(projection: Projection) -> Tensor | None:
+    """Return a bias as torch stores a layer of its own, with its gradient.
+
+    Args:
+        projection: Where it lies.
+
+    Returns:
+        ``[out]``, or None.
+    """
     bias = projection.bias
     return None if bias is None else bias.rows(bias.parameter).flatten()
 

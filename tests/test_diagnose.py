@@ -16,8 +16,9 @@ from levelhead.capture import capture
 from levelhead.commands import app
 from levelhead.convert import convert
 from levelhead.diagnose import diagnose, together
+from levelhead.diagnose_calls import block_outputs, scores_of, weight_blocks
 from levelhead.diagnose_command_models import load_named, made_batch
-from levelhead.diagnose_rows import SiteRows, block_outputs, reduce_rows, scores_of, weight_blocks
+from levelhead.diagnose_rows import SiteRows, reduce_rows
 from levelhead.diagnosis import Diagnosis
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.find import find_attention

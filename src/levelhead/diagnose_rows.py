@@ -4,18 +4,26 @@ Each call is reduced while it happens; only numbers a row are kept.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from levelhead.diagnose_calls import (
+    FirstTokens,
+    block_outputs,
+    broken_heads,
+    first_tokens_of,
+    head_output_weights,
+    scores_of,
+    weight_blocks,
+)
 from levelhead.diagnosis import WHOLE_LAYER, Record
 from levelhead.measure.attention_rows import attention_head_similarity, attention_sensitivity
 from levelhead.measure.concentration import concentration, row_quantiles
 from levelhead.measure.lipschitz import block_rms_norm
 from levelhead.measure.softmax_norm import softmax_jacobian_norm
-from levelhead.measure.streaming import AttentionScores, ScoreBlock
+from levelhead.measure.streaming import AttentionScores
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.sites import AttentionSite
 
@@ -40,26 +48,8 @@ THETA = ("q10", "q50", "q90", "q99")
 THETA_TOL = 1e-3
 """Width of the bounds on theta: quantiles to three decimals."""
 
-WINDOW_FILL = -50.0
-"""Shifted windows add -100 to the scores of other windows' keys; that means "may not attend"."""
-
 OUTLIER_SIZE, OUTLIER_TOKENS = 6.0, 0.06
 """A channel is an outlier where it reaches 6.0 in 6 % of the tokens (LLM.int8, section 3.2)."""
-
-
-@dataclass(frozen=True)
-class FirstTokens:
-    """What a Jacobian needs of the first tokens of one sample.
-
-    Attributes:
-        hidden_states: ``[N, E]``.
-        attn_mask: ``[N, N]``, True = may attend, or None.
-        is_plain: Whether the call had neither bias, soft cap nor sink.
-    """
-
-    hidden_states: Float[Tensor, "N E"]
-    attn_mask: Bool[Tensor, "N N"] | None
-    is_plain: bool
 
 
 class SiteRows:
@@ -235,127 +225,3 @@ def reduce_rows(values: Float[Tensor, "H R"], statistic: str) -> list[float]:
         largest = values.nan_to_num(-torch.inf, posinf=torch.inf, neginf=-torch.inf).amax(-1)
         return largest.masked_fill(values.isnan().all(-1), torch.nan).tolist()
     return row_quantiles(values, [int(statistic[1:]) / 100])[0].tolist()
-
-
-def first_tokens_of(
-    call: AttentionCall, hidden_states: Float[Tensor, "B T E"], num_first: int
-) -> FirstTokens | None:
-    """Keep the first tokens of the first sample, where tokens ask and are asked alike.
-
-    Args:
-        call: What its kernel saw.
-        hidden_states: Of the call.
-        num_first: How many tokens.
-
-    Returns:
-        Copies, or None where the queries are not the tokens of the hidden states.
-    """
-    if not call.query.shape[2] == call.key.shape[2] == hidden_states.shape[1]:
-        return None
-    visible = call.mask().visible()
-    if visible is not None:
-        size = (call.query.shape[2], call.key.shape[2])
-        visible = visible[0, 0].expand(size)[:num_first, :num_first].clone()
-    extras = (call.attn_bias, call.soft_cap, call.sink_score)
-    is_plain = all(part is None for part in extras)
-    if call.attn_bias is not None:  # a float mask of 0 and -inf is no bias
-        finite = call.attn_bias[call.attn_bias > torch.finfo(call.attn_bias.dtype).min / 2]
-        is_plain = all(part is None for part in extras[1:]) and not bool(finite.any())
-    return FirstTokens(hidden_states[0, :num_first].double(), visible, is_plain)
-
-
-def scores_of(call: AttentionCall) -> AttentionScores:
-    """Return what decides the scores of a call.
-
-    Args:
-        call: What its kernel saw.
-
-    Returns:
-        The scores, not yet computed.
-    """
-    bias = call.attn_bias
-    if bias is not None and call.site.kind == "window":
-        bias = bias.masked_fill(bias <= WINDOW_FILL, -torch.inf)
-    return AttentionScores(
-        call.query, call.key, call.scale, call.attn_mask, bias, call.is_causal,
-        call.sink_score, call.soft_cap,
-    )  # fmt: skip
-
-
-def broken_heads(call: AttentionCall) -> set[int]:
-    """Return the query heads of a call whose query, key or value is not finite.
-
-    Args:
-        call: What its kernel saw.
-
-    Returns:
-        Head numbers.
-    """
-    group = call.query.shape[1] // call.key.shape[1]
-
-    def broken(tensor: Tensor) -> Bool[Tensor, " H"]:
-        return ~tensor.isfinite().all(-1).all(-1).all(0)
-
-    found = broken(call.query)
-    found |= (broken(call.key) | broken(call.value)).repeat_interleave(group)
-    return set(found.nonzero()[:, 0].tolist())
-
-
-def head_output_weights(site: AttentionSite) -> Float[Tensor, "H D E"] | None:
-    """Return the output projection by head.
-
-    Args:
-        site: Where.
-
-    Returns:
-        ``W_O`` of each head, or None where there is none that can be read.
-    """
-    if site.layout.o is None or site.output_norm is not None:
-        return None
-    try:
-        o_weight = site.layout.o.weight.read()
-    except ValueError:
-        return None
-    return o_weight.unflatten(0, (site.num_heads, -1))
-
-
-def weight_blocks(
-    scores: AttentionScores, query_idx: Int[Tensor, " N"]
-) -> Iterator[tuple[ScoreBlock, Float[Tensor, "b h t s"]]]:
-    """Yield the softmax weights of chosen queries, block by block.
-
-    Args:
-        scores: Finite scores.
-        query_idx: Ascending positions of the queries.
-
-    Yields:
-        The block, and its weights; zeros where a query may attend to nothing.
-    """
-    for block in scores.blocks(query_idx):
-        lse = block.scores.logsumexp(-1, keepdim=True)
-        if scores.sink_score is not None:
-            sink = scores.sink_score[block.heads].to(lse)[:, None, None]
-            lse = torch.logaddexp(lse, sink)
-        yield block, (block.scores - lse.nan_to_num(neginf=0.0)).exp()
-
-
-def block_outputs(
-    block: ScoreBlock,
-    weights: Float[Tensor, "b h t s"],
-    value: Float[Tensor, "B Hkv S Dv"],
-    group: int,
-) -> Float[Tensor, "b h t Dv"]:
-    """Multiply the weights of a block with its values.
-
-    Args:
-        block: Says which samples and heads.
-        weights: Of the block; keys that none of its queries may attend to are cut off.
-        value: All values.
-        group: Query heads that share a key head.
-
-    Returns:
-        The outputs.
-    """
-    heads = torch.arange(block.heads.start, block.heads.stop, device=value.device)
-    chosen = value[block.batch, heads // group, : weights.shape[-1]]
-    return weights @ chosen.to(weights.dtype)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from levelhead.diagnose_rows import FirstTokens, SiteRows
+from levelhead.diagnose_calls import FirstTokens
+from levelhead.diagnose_rows import SiteRows
 from levelhead.diagnosis import WHOLE_LAYER, Record
 from levelhead.inner import InnerAttention
 from levelhead.measure.jacobian import jacobian_conditions

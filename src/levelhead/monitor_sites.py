@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from levelhead.diagnose_rows import broken_heads, scores_of
+from levelhead.diagnose_calls import broken_heads, scores_of
 from levelhead.measure.concentration import concentration
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.sites import AttentionSite

@@ -4,6 +4,7 @@ import itertools
 
 import torch
 
+from levelhead.stages.masks import sliding_window_mask
 from levelhead.variants import SLOTS, VARIANTS
 
 # All different, all prime; GQA groups two query heads per key head where a test asks for it.
@@ -106,6 +107,7 @@ def masks(num_queries: int, num_keys: int, batch: int = BATCH, num_heads: int = 
     if num_queries <= num_keys:
         found |= {
             "causal": {"is_causal": True},
+            "window": {"attn_mask": sliding_window_mask(num_queries, num_keys, 3)},
             "causal_padding": {"attn_mask": left_padding, "is_causal": True},
             "causal_dense": {"attn_mask": dense, "is_causal": True},
             "causal_bias": {"attn_bias": bias, "is_causal": True},

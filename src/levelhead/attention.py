@@ -167,7 +167,7 @@ class Attention(StartsFromWeights):
             rope: Rotary embedding of this call, ``(query, key) -> (query, key)``.
             kv_cache: Takes the new keys and values and returns all of them.
             need_weights: Return the attention weights too, through the plain T x S form, which
-                then also gives the output.
+                then also gives the output (with dropout in training: from its own draw).
 
         Returns:
             ``[B, T, E]``, or that and the weights ``[B, H, T, S]`` (before the output stage).

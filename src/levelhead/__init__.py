@@ -3,6 +3,7 @@
 from levelhead import init, measure
 from levelhead.attention import Attention
 from levelhead.capture import capture
+from levelhead.clip import clip_qk_
 from levelhead.convert import convert, restore
 from levelhead.convert_groups import no_weight_decay, parameter_groups
 from levelhead.convert_merge import Merge, merge_
@@ -37,6 +38,7 @@ __all__ = [
     "VerificationError",
     "capture",
     "causal_mask",
+    "clip_qk_",
     "combinations",
     "convert",
     "diagnose",

@@ -1,5 +1,6 @@
 """Fold what a variant holds back into the host's own weights, where the maths allows it."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -128,16 +129,16 @@ def _reinstall(
     stop_tracking(model)
 
 
-class Fold:
+class Fold(ABC):
     """How one term goes into the host's weights."""
 
+    @abstractmethod
     def refuses(self, site: AttentionSite, installed: Installed) -> str | None:
         """Say why it cannot, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fold(self, site: AttentionSite, installed: Installed) -> None:
         """Change the host's weights and drop the part."""
-        raise NotImplementedError
 
 
 class FoldProjections(Fold):
@@ -185,13 +186,13 @@ class FoldFactor(Fold):
 
     neutral = 1.0
 
+    @abstractmethod
     def factor(self, installed: Installed) -> Tensor | None:
         """Return the factor ``[H, 1 or D, 1]``, or None where it is not constant."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop(self, installed: Installed) -> None:
         """Remove the part."""
-        raise NotImplementedError
 
 
 class FoldAffine(FoldFactor):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from levelhead.capture import capture
+from levelhead.diagnose_calls import one_thread
 from levelhead.diagnose_norms import NormWatcher, contraction_by_site, has_layer_norm
 from levelhead.diagnose_rows import SiteRows
 from levelhead.diagnose_weights import (
@@ -116,7 +117,8 @@ def _run(
 
     def on_attention(call: AttentionCall) -> None:
         last[0] = call.site.name
-        rows[call.site.name].add(call)
+        with one_thread(), torch._C.DisableTorchFunction():  # no mode watches the watcher
+            rows[call.site.name].add(call)
 
     watcher = NormWatcher(lambda: last[0])
     try:
@@ -192,7 +194,9 @@ def _site_records(
         not_measured.append(f"{site.name}: everything that depends on weights: {why}")
         return
     yield _of_layer(site, "nonfinite_weights", broken, "entries of the projections")
-    yield from weight_records(site, weights)
+    with one_thread():
+        spectra = list(weight_records(site, weights))
+    yield from spectra
     if broken:
         not_measured.append(f"{site.name}: bounds and Jacobians: weights are not finite")
         return
@@ -200,12 +204,16 @@ def _site_records(
     if why or not math.isfinite(rows.radius):
         not_measured.append(f"{site.name}: Lipschitz bound: {why or 'states are not finite'}")
     else:
-        yield lipschitz_record(site, weights, rows.radius)
+        with one_thread():
+            bound = lipschitz_record(site, weights, rows.radius)
+        yield bound
     why = "jacobian_tokens=0" if not rows.num_first else why_no_jacobian(site, rows)
     if why or rows.first is None:
         not_measured.append(f"{site.name}: Jacobian: {why}")
     else:
-        yield from jacobian_records(site, weights, rows.first)
+        with one_thread():
+            jacobians = list(jacobian_records(site, weights, rows.first))
+        yield from jacobians
 
 
 def _of_layer(site: AttentionSite, metric: str, value: float, words: str) -> Record:

@@ -1,6 +1,7 @@
 """One attention call seen as scores, weights, outputs: what the measures of a diagnosis share."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,21 @@ class FirstTokens:
     hidden_states: Float[Tensor, "N E"]
     attn_mask: Bool[Tensor, "N N"] | None
     is_plain: bool
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one thread: many small operations lose more by waiting than they gain.
+
+    Yields:
+        Nothing.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def first_tokens_of(

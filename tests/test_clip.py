@@ -19,7 +19,9 @@ class ConvBetween(nn.Module):
 
     def __init__(self, sign=1.0):
         super().__init__()
-        self.first, self.second = (Attention(28, 4, num_kv_heads=2, qkv_bias=True) for _ in range(2))
+        self.first, self.second = (
+            Attention(28, 4, num_kv_heads=2, qkv_bias=True) for _ in range(2)
+        )
         self.conv = nn.Conv1d(28, 28, 3, padding=1)
         for layer in (self.first, self.second):
             layer.q_proj.bias.data.normal_()

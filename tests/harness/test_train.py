@@ -57,6 +57,17 @@ def test_another_seed_is_another_start_and_another_order():
     assert not torch.equal(batches[0], batches[2])
 
 
+@pytest.mark.parametrize("data", ["digits", "topics"])
+def test_batches_from_a_later_step_are_those_that_would_have_come(data):
+    task = tiny_task(data, batch_size=601)  # two batches of digits in an epoch
+    whole, later = task.batches(5), task.batches(5, start_step=3)
+    for _ in range(3):
+        next(whole)
+    for _ in range(2):
+        for one, two in zip(next(whole), next(later), strict=True):
+            assert torch.equal(one, two)
+
+
 def test_layers_of_equal_shape_start_differently():
     settings = resolve_task("digits", {"vit": {**TINY["vit"], "num_layers": 2}})
     blocks = start_model(make_task(settings), cell()).blocks

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -40,6 +40,53 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+Schedule = Literal["cosine", "warmup_stable_decay", "constant"]
+Precision = Literal["no", "bf16", "fp16"]
+
+
+class TrainingSettings(_Strict):
+    """How a model is trained: all that an engine reads of a recipe's task."""
+
+    name: str
+    """How tables and records call the task."""
+    model: str
+    """What is trained, in a word."""
+    data: str
+    """On what, in a word."""
+    steps: Count
+    """Optimiser steps."""
+    batch_size: Count
+    """Samples of one optimiser step, over all devices and accumulation together."""
+    micro_batch_size: Count | None = None
+    """Most samples that one device takes at a time; None: all of its share."""
+    learning_rate: Positive
+    """Peak, reached after the warm-up."""
+    min_learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Where the schedule ends."""
+    schedule: Schedule = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which it rises in a line."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """Last steps, in which ``warmup_stable_decay`` falls."""
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """AdamW's, on what the task's ``parameter_groups`` say."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """AdamW's."""
+    eps: Positive = 1e-8
+    """AdamW's."""
+    clip_norm: Positive | None = None
+    """Largest gradient norm; None: not clipped."""
+    ema_decay: Fraction | None = None
+    """Of the moving average of the weights that is evaluated; None: none is kept."""
+    mixed_precision: Precision = "no"
+    """What forward and backward compute in."""
+    evaluate_every: Count | None = None
+    """Steps between evaluations; None: the engine's habit."""
+    recipe: dict[str, Any] = {}
+    """The resolved recipe, enough to make the task again."""
+
+
 class TaskSettings(_Strict):
     """One model on one set of data; the attention variant, the init and the seed are left open."""
 
@@ -64,10 +111,31 @@ class TaskSettings(_Strict):
     clip_norm: Positive = 1.0
     """Largest gradient norm."""
 
+    # The same for every such task. Not fields: the configs of older runs do not hold them.
+    micro_batch_size: ClassVar[None] = None
+    min_learning_rate: ClassVar[float] = 0.0
+    schedule: ClassVar[Schedule] = "cosine"
+    decay_steps: ClassVar[int] = 0
+    betas: ClassVar[tuple[float, float]] = (0.9, 0.95)
+    """GPT-3's; the short trainings here want the shorter memory."""
+    eps: ClassVar[float] = 1e-8
+    ema_decay: ClassVar[None] = None
+    mixed_precision: ClassVar[Precision] = "no"
+    evaluate_every: ClassVar[None] = None
+
     @property
     def name(self) -> str:
         """How tables and records call the task."""
         return task_name(self.data)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Optimiser steps in which the learning rate rises."""
+        return round(self.warmup_frac * self.steps)
+
+
+Training = TaskSettings | TrainingSettings
+"""Either has every field that an engine reads."""
 
 
 class CompareSettings(_Strict):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -10,10 +11,11 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from levelhead.harness.config import TaskSettings
+from levelhead.harness.config import TaskSettings, Training
 from levelhead.harness.data import ImageData, TextData, load
 from levelhead.harness.models.gpt import GPT, GPTConfig
 from levelhead.harness.models.vit import ViT, ViTConfig
+from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.shapes import require
 
 Batch = tuple[Tensor, Tensor]
@@ -46,14 +48,23 @@ class Task(Protocol):
     """What training and comparison need to know; a new kind of task implements this."""
 
     metric: ClassVar[Metric]
-    settings: TaskSettings
+
+    @property
+    def settings(self) -> Training:
+        """Return how it is trained."""
+        ...
 
     def build(self, variant: str) -> nn.Module:
         """Return the model with this attention variant."""
         ...
 
-    def batches(self, seed: int) -> Iterator[Batch]:
-        """Yield training batches for ever, in an order that only the seed decides."""
+    def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
+        """Yield global training batches for ever, from that of step ``start_step`` on.
+
+        What a batch holds depends on the seed and the number of its step and on nothing else:
+        not on where the iteration began, not on other random numbers, not on worker processes.
+        So a training resumes exactly, and each rank takes its slice of the same batch.
+        """
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -62,6 +73,14 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return the metric and others on the test data."""
+        ...
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """Return the model's trained parameters as groups of an optimiser.
+
+        Each has its own ``weight_decay``; one with ``lr_scale`` learns at that multiple of the
+        learning rate.
+        """
         ...
 
 
@@ -77,13 +96,16 @@ class ImageClassification:
     def build(self, variant: str) -> ViT:
         return ViT(ViTConfig(**self.settings.model_options, variant=variant))
 
-    def batches(self, seed: int) -> Iterator[Batch]:
+    def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
+        for chosen in islice(self._chosen(seed), start_step, None):
+            yield self.data.train_images[chosen], self.data.train_labels[chosen]
+
+    def _chosen(self, seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         num_images, size = len(self.data.train_images), self.settings.batch_size
         while True:
             order = torch.randperm(num_images, generator=generator)
-            for chosen in order.split(size)[: max(1, num_images // size)]:
-                yield self.data.train_images[chosen], self.data.train_labels[chosen]
+            yield from order.split(size)[: max(1, num_images // size)]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels = batch
@@ -97,6 +119,9 @@ class ImageClassification:
         loss = F.cross_entropy(logits, self.data.test_labels).item()
         correct = (logits.argmax(-1) == self.data.test_labels).double().mean().item()
         return {"accuracy_pct": 100 * correct, "loss_nats": loss}
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        return decayed_apart(model, self.settings.weight_decay)
 
 
 class LanguageModelling:
@@ -118,12 +143,15 @@ class LanguageModelling:
     def build(self, variant: str) -> GPT:
         return GPT(GPTConfig(**self.settings.model_options, variant=variant))
 
-    def batches(self, seed: int) -> Iterator[Batch]:
+    def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
+        for starts in islice(self._starts(seed), start_step, None):
+            yield self._windows(self.data.train_bytes, starts)
+
+    def _starts(self, seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         num_starts = len(self.data.train_bytes) - self.length
         while True:
-            starts = torch.randint(num_starts, (self.settings.batch_size,), generator=generator)
-            yield self._windows(self.data.train_bytes, starts)
+            yield torch.randint(num_starts, (self.settings.batch_size,), generator=generator)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         tokens, following = batch
@@ -140,6 +168,9 @@ class LanguageModelling:
         ]
         loss = sum(losses) / len(starts)
         return {"bits_per_byte": loss / math.log(2), "loss_nats": loss}
+
+    def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        return decayed_apart(model, self.settings.weight_decay)
 
     def _windows(self, values: Tensor, starts: Tensor) -> Batch:
         windows = values[starts[:, None] + torch.arange(self.length + 1)].long()

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from levelhead.attention import Attention
-from levelhead.harness.config import Cell, TaskSettings
+from levelhead.harness.config import Cell, Training
+from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.seeding import named_seed, paired_init_
 from levelhead.harness.tasks import Task
 from levelhead.initialize import initialize_
 
-BETAS = (0.9, 0.95)  # GPT-3's; the short trainings here want the shorter memory
 NUM_EVALUATIONS = 3
 NUM_CURVE_POINTS = 60
 
@@ -75,7 +75,7 @@ def start_model(task: Task, cell: Cell) -> nn.Module:
     return model
 
 
-def make_optimizer(model: nn.Module, settings: TaskSettings) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimizer:
     """AdamW that decays matrices and leaves vectors (biases, gains, sinks) alone.
 
     Args:
@@ -85,15 +85,13 @@ def make_optimizer(model: nn.Module, settings: TaskSettings) -> torch.optim.Opti
     Returns:
         The optimiser.
     """
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate, betas=BETAS, fused=True,
-    )  # fmt: skip
+        decayed_apart(model, settings.weight_decay),
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
 
 
 def warmup_cosine(step: int, num_steps: int, warmup_frac: float) -> float:
@@ -133,7 +131,8 @@ def training_step(
     if math.isfinite(value):
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip_norm)
+        if task.settings.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), task.settings.clip_norm)
         optimizer.step()
     return value
 
@@ -184,9 +183,8 @@ def _train(
 ) -> tuple[dict[str, Any], int | None]:
     settings = task.settings
     optimizer = make_optimizer(model, settings)
-    schedule = LambdaLR(
-        optimizer, lambda step: warmup_cosine(step, settings.steps, settings.warmup_frac)
-    )
+    warmup_frac = settings.warmup_steps / settings.steps
+    schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, settings.steps, warmup_frac))
     batches = task.batches(named_seed(seed, "batches"))
     curve: dict[str, list] = {"step": [], "train_loss_nats": []}
     evaluations: list[dict[str, float]] = []

@@ -17,13 +17,13 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from levelhead.harness.config import Cell, TaskSettings
+from levelhead.harness.config import Cell, TaskSettings, Training
 from levelhead.harness.tasks import Task, make_task
 from levelhead.harness.train import train_cell
 
 POLL_SECONDS = 0.2
 
-Job = tuple[TaskSettings, Cell]
+Job = tuple[Training, Cell]
 OnSteps = Callable[[int], None]
 
 
@@ -81,7 +81,7 @@ def _loaded(settings_json: str) -> Task:
     return make_task(TaskSettings.model_validate_json(settings_json))
 
 
-def _task(settings: TaskSettings) -> Task:
+def _task(settings: Training) -> Task:
     return _loaded(settings.model_dump_json())
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import levelhead as lh
+from levelhead.steps import one_step
 
 RHO = 0.9
 E, H, T = 12, 3, 5
@@ -287,3 +288,69 @@ def test_running_means_are_those_of_the_whole_batch_on_every_rank(wrap, tmp_path
     for _ in range(3):
         alone(torch.randn(4, T, E, generator=generator))
     torch.testing.assert_close(ranks[0][0], affine(alone).alpha_mean)
+
+
+def accumulated(model, batches):
+    with one_step(model):
+        for hidden_states in batches:
+            model(hidden_states).square().mean().backward()
+    return affine(model)
+
+
+def test_micro_batches_of_one_step_move_the_mean_once_by_the_mean_of_all():
+    """Layer 0 sees the same input either way, so its mean is that of the whole batch."""
+    whole, parts, apart = (stack("affine").double() for _ in range(3))
+    for step in range(3):
+        torch.manual_seed(step)
+        batch = torch.randn(6, T, E, dtype=torch.float64)
+        whole(batch)
+        part = accumulated(parts, batch.split(2))
+        assert part.num_steps.item() == step + 1
+        torch.testing.assert_close(part.alpha_mean, affine(whole).alpha_mean, atol=0, rtol=1e-14)
+        for piece in batch.split(2):
+            apart(piece)
+    assert not torch.allclose(affine(apart).alpha_mean, affine(whole).alpha_mean, rtol=1e-2)
+    assert parts.training
+    parts(batch)
+    assert affine(parts).num_steps.item() == 4  # the next plain forward is a step of its own
+
+
+def test_one_step_changes_nothing_for_a_single_batch_a_frozen_model_or_another_variant():
+    for variant in ("affine", "sigma_reparam", "softmax"):
+        plain, within = stack(variant), stack(variant)
+        hidden_states = torch.randn(2, T, E)
+        plain(hidden_states).square().mean().backward()
+        with one_step(within):
+            within(hidden_states).square().mean().backward()
+        for (name, one), two in zip(
+            plain.state_dict().items(), within.state_dict().values(), strict=True
+        ):
+            assert torch.equal(one, two), name
+    frozen = stack("affine").eval()
+    before = affine(frozen).alpha_mean.clone()
+    accumulated(frozen, [torch.randn(2, T, E)] * 2)
+    assert torch.equal(affine(frozen).alpha_mean, before)
+
+
+def test_a_step_that_breaks_off_leaves_the_model_usable():
+    model = stack("affine")
+    with pytest.raises(RuntimeError), one_step(model):
+        model(torch.randn(2, T, E + 1))
+    model(torch.randn(2, T, E))
+    assert affine(model).num_steps.item() == 1
+
+
+@pytest.mark.compile
+def test_one_step_holds_in_a_compiled_model():
+    eager, compiled = stack("affine"), stack("affine")
+    torch._dynamo.reset()
+    fast = torch.compile(compiled, backend="aot_eager")
+    for step in range(2):
+        torch.manual_seed(step)
+        batches = torch.randn(6, T, E).split(2)
+        accumulated(eager, batches)
+        with one_step(fast):
+            for hidden_states in batches:
+                fast(hidden_states).square().mean().backward()
+    assert affine(compiled).num_steps.item() == 2
+    torch.testing.assert_close(affine(compiled).alpha_mean, affine(eager).alpha_mean)

@@ -6,6 +6,9 @@ writes only ``<name>``, which comes out the same however often it repeats; ``<na
 takes over ``<name>`` once, when the outermost model begins its next training forward.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -133,6 +136,35 @@ def track_steps(model: nn.Module) -> nn.Module:
     return model
 
 
+@contextmanager
+def one_step(model: nn.Module) -> Iterator[None]:
+    """Let all forwards within count as one step: the micro-batches of gradient accumulation.
+
+    Each micro-batch uses its own mean, as each rank does; at the end running means become those
+    of all micro-batches and ranks together. Every rank must enter, in the same order.
+
+    Args:
+        model: The outermost module, or what wraps it; ``track_steps`` must have seen it.
+
+    Yields:
+        Nothing.
+    """
+    states = [state for state in _states(model) if state.training]
+    for state in states:
+        state.advance()
+    shares: list[Tensor] = []
+    roots = [m for m in model.modules() if _end_step in m._forward_hooks.values()]
+    for root in roots:
+        vars(root)["_shares"] = shares
+    try:
+        yield
+        if shares:
+            _settle(states, torch.stack(shares).sum(dim=0))
+    finally:
+        for root in roots:
+            del vars(root)["_shares"]
+
+
 def stop_tracking(model: nn.Module) -> None:
     """Take back ``track_steps`` where nothing is left that keeps state.
 
@@ -161,7 +193,7 @@ def _states(model: nn.Module) -> list[StepState]:
 @torch.no_grad()
 def _begin_step(model: nn.Module, args) -> None:
     _derive_whole(model)
-    if model.training:
+    if model.training and "_shares" not in vars(model):
         for state in _states(model):
             state.advance()
 
@@ -184,14 +216,29 @@ def _derive_whole(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _end_step(model: nn.Module, args, output) -> None:
-    if not model.training or not dist.is_available() or not dist.is_initialized():
+    if not model.training:
         return
-    states = [(state, state.pending()) for state in _states(model) if state.training]
-    open_states = [(state, part) for state, part in states if part is not None]
-    if not open_states:
-        return
-    packed = torch.cat([part for _, part in open_states])
-    dist.all_reduce(packed)
+    states = [state for state in _states(model) if state.training]
+    if "_shares" in vars(model):
+        share = _pending(states)
+        vars(model)["_shares"].extend([] if share is None else [share])
+    elif dist.is_available() and dist.is_initialized():
+        share = _pending(states)
+        if share is not None:
+            _settle(states, share)
+
+
+def _pending(states: list[StepState]) -> Tensor | None:
+    """What all layers wait for, in one new tensor, so that ranks sum it at once."""
+    parts = [part for state in states if (part := state.pending()) is not None]
+    return torch.cat(parts) if parts else None
+
+
+@torch.no_grad()
+def _settle(states: list[StepState], packed: Tensor) -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(packed)
+    open_states = [(state, part) for state in states if (part := state.pending()) is not None]
     sizes = [part.numel() for _, part in open_states]
     for (state, _), total in zip(open_states, packed.split(sizes), strict=True):
         state.settle(total)

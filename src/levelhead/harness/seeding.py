@@ -5,7 +5,7 @@ with more parameters does not shift the numbers that the others get.
 """
 
 import hashlib
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,14 +33,21 @@ def named_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "big") >> (64 - SEED_BITS)
 
 
-def paired_init_(model: nn.Module, seed: int) -> None:
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def paired_init_(model: Model, seed: int) -> Model:
     """Start every parameter of a model anew, in place.
 
     Args:
         model: Has ``init_module_``, which starts one module without its children.
         seed: Of the run.
+
+    Returns:
+        The model.
     """
     with torch.random.fork_rng(devices=[]):
         for name, module in model.named_modules():
             torch.manual_seed(named_seed(seed, name))
             model.init_module_(name, module)  # pyright: ignore[reportCallIssue]
+    return model

@@ -16,6 +16,7 @@ from levelhead.harness.data import ImageData, TextData, load
 from levelhead.harness.models.gpt import GPT, GPTConfig
 from levelhead.harness.models.vit import ViT, ViTConfig
 from levelhead.harness.parameter_groups import decayed_apart
+from levelhead.harness.seeding import paired_init_
 from levelhead.shapes import require
 
 Batch = tuple[Tensor, Tensor]
@@ -58,6 +59,13 @@ class Task(Protocol):
         """Return the model with this attention variant."""
         ...
 
+    def start(self, variant: str, seed: int) -> nn.Module:
+        """Return the model with this attention variant, its weights drawn from the seed.
+
+        What two variants share starts equal.
+        """
+        ...
+
     def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
         """Yield global training batches for ever, from that of step ``start_step`` on.
 
@@ -95,6 +103,9 @@ class ImageClassification:
 
     def build(self, variant: str) -> ViT:
         return ViT(ViTConfig(**self.settings.model_options, variant=variant))
+
+    def start(self, variant: str, seed: int) -> nn.Module:
+        return paired_init_(self.build(variant), seed)
 
     def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
         for chosen in islice(self._chosen(seed), start_step, None):
@@ -142,6 +153,9 @@ class LanguageModelling:
 
     def build(self, variant: str) -> GPT:
         return GPT(GPTConfig(**self.settings.model_options, variant=variant))
+
+    def start(self, variant: str, seed: int) -> nn.Module:
+        return paired_init_(self.build(variant), seed)
 
     def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
         for starts in islice(self._starts(seed), start_step, None):

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from levelhead.attention import Attention
 from levelhead.harness.config import Cell, Training
 from levelhead.harness.parameter_groups import decayed_apart
-from levelhead.harness.seeding import named_seed, paired_init_
+from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
 from levelhead.initialize import initialize_
 
@@ -68,8 +68,7 @@ def start_model(task: Task, cell: Cell) -> nn.Module:
     Raises:
         ValueError: A variant or an init that does not exist or does not fit.
     """
-    model = task.build(cell.variant)
-    paired_init_(model, cell.seed)
+    model = task.start(cell.variant, cell.seed)
     generator = torch.Generator().manual_seed(named_seed(cell.seed, "init"))
     initialize_(model, cell.init, generator=generator)
     return model

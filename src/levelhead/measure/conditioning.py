@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from levelhead.measure.lanczos import EigenPair, largest_eigenpair
+from levelhead.lanczos import EigenPair, largest_eigenpair
 from levelhead.measure.nullspace import NullSpace, cholesky_solve
 from levelhead.measure.operators import (
     JacobianOperator,

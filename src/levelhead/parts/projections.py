@@ -9,6 +9,7 @@ from levelhead.shapes import at_least_float32, require, require_known, without_a
 from levelhead.stages.projections import (
     add_identity,
     add_identity_per_head,
+    leading_pair,
     power_iteration,
     spectral_correction,
 )
@@ -227,11 +228,10 @@ class SigmaReparam(StepState, DerivedProjections):
     @torch.no_grad()
     def derive(self, weights: dict[str, Tensor]) -> None:
         for which, weight in weights.items():
-            wide = weight.to(at_least_float32(weight.dtype))
-            u, norms, vh = torch.linalg.svd(wide, full_matrices=False)
-            self.set_state(f"{which}_left", u[:, 0])
-            self.set_state(f"{which}_right", vh[0])
-            self.sigma[which].copy_(norms[:1])
+            left, right = leading_pair(weight)
+            self.set_state(f"{which}_left", left)
+            self.set_state(f"{which}_right", right)
+            self.sigma[which].copy_(left @ weight.to(left.dtype) @ right)
 
     def ratio(self, which: str, weight: Tensor) -> Tensor:
         """Return ``sigma / ||W||_2``, moving the singular vectors in a training forward.

@@ -5,7 +5,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.shapes import at_least_float32, without_autocast
+from levelhead.lanczos import largest_eigenpair
+from levelhead.shapes import at_least_float32, require, without_autocast
+
+SMALL = 128
+"""Up to this many rows or columns a full decomposition is the quicker way."""
+PAIR_TOLERANCE, PAIR_STEPS = 1e-6, 300
+"""Relative residual on ``W^T W`` to stop at, and the products after which a full decomposition is
+the quicker way. The norm errs by the square of the residual over the gap to the next one."""
 
 
 def add_identity(
@@ -98,3 +105,50 @@ def power_iteration(
     with without_autocast(weight.device.type):
         right = F.normalize(wide.mT @ left, dim=0)
         return F.normalize(wide @ right, dim=0), right
+
+
+@torch.no_grad()
+def leading_pair(
+    weight: Float[Tensor, "N M"],
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " M"]]:
+    """Return the leading singular vectors, without the others where a matrix is large.
+
+        left^T W right = ||W||_2,   by Lanczos on W^T W (W W^T where W is wide)
+
+    Args:
+        weight: W; finite, not zero.
+
+    Returns:
+        Unit vectors ``left`` and ``right``, float32 or wider.
+
+    Raises:
+        ValueError: W has no direction that it stretches most.
+    """
+    wide = weight.detach().to(at_least_float32(weight.dtype))
+    if wide.shape[0] < wide.shape[1]:
+        return leading_pair(wide.mT)[::-1]
+    require(
+        wide.is_meta or bool(wide.isfinite().all() and wide.any()),
+        "a weight whose spectral norm is divided by must be finite and not zero",
+        f"a weight of shape {list(weight.shape)} that is not",
+    )
+    wide = wide / wide.abs().max()
+    with without_autocast(weight.device.type):
+        right = None if wide.shape[1] <= SMALL else _leading_right(wide)
+        if right is None:
+            u, _, vh = torch.linalg.svd(wide, full_matrices=False)
+            return u[:, 0], vh[0]
+        return F.normalize(wide @ right, dim=0), right
+
+
+def _leading_right(weight: Tensor) -> Tensor | None:
+    """The right vector, or None where Lanczos did not come to an end."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(weight.shape[1], generator=generator).to(weight)
+    pair = largest_eigenpair(
+        lambda vector: (weight @ vector) @ weight,
+        start,
+        tolerance=PAIR_TOLERANCE,
+        max_steps=PAIR_STEPS,
+    )
+    return pair.vector if pair.residual <= PAIR_TOLERANCE else None

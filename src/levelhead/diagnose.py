@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from levelhead.capture import capture
+from levelhead.capture_tokens import TokenFinder
 from levelhead.diagnose_calls import one_thread
 from levelhead.diagnose_norms import NormWatcher, contraction_by_site, has_layer_norm
 from levelhead.diagnose_rows import SiteRows
@@ -86,9 +87,10 @@ def diagnose(
     require(jacobian_tokens >= 0, "jacobian_tokens must be at least 0", f"{jacobian_tokens}")
     model = getattr(model, "_orig_mod", model)
     sites = find_attention(model, readers=readers)
-    rows = {site.name: SiteRows(site, num_queries, jacobian_tokens) for site in sites}
+    finder = TokenFinder()
+    rows = {site.name: SiteRows(site, num_queries, jacobian_tokens, finder) for site in sites}
     not_measured: list[str] = []
-    contraction = _run(model, batch, rows, not_measured)
+    contraction = _run(model, batch, rows, finder, not_measured)
     records = [
         record
         for site in sites
@@ -107,7 +109,11 @@ def diagnose(
 
 
 def _run(
-    model: nn.Module, batch: Any, rows: Mapping[str, SiteRows], not_measured: list[str]
+    model: nn.Module,
+    batch: Any,
+    rows: Mapping[str, SiteRows],
+    finder: TokenFinder,
+    not_measured: list[str],
 ) -> dict[str, float]:
     """Run the batch through the model; each call is reduced while it happens."""
     if batch is None:
@@ -120,7 +126,7 @@ def _run(
         with one_thread(), torch._C.DisableTorchFunction():  # no mode watches the watcher
             rows[call.site.name].add(call)
 
-    watcher = NormWatcher(lambda: last[0])
+    watcher = NormWatcher(lambda: last[0], lambda: finder.last)
     try:
         sites = [part.site for part in rows.values()]
         watch = watcher if has_layer_norm(model) else nullcontext()
@@ -278,6 +284,7 @@ def _meta(
         "num_layers": len(rows),
         "batch": describe_batch(batch),
         "num_tokens": max((part.num_tokens for part in seen), default=0),
+        "num_padding": max((part.num_padding for part in seen), default=0),
         "num_sampled_queries": max((part.num_looked_at for part in seen), default=0),
         "jacobian_tokens": max((part.num_first for part in rows.values()), default=0),
         "mode": "evaluation, no gradients",

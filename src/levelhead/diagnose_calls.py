@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from levelhead.capture_tokens import without_padding
 from levelhead.measure.streaming import AttentionScores, ScoreBlock
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.sites import AttentionSite
@@ -47,7 +48,10 @@ def one_thread() -> Iterator[None]:
 
 
 def first_tokens_of(
-    call: AttentionCall, hidden_states: Float[Tensor, "B T E"], num_first: int
+    call: AttentionCall,
+    hidden_states: Float[Tensor, "B T E"],
+    num_first: int,
+    real_queries: Bool[Tensor, "B T"] | None = None,
 ) -> FirstTokens | None:
     """Keep the first tokens of the first sample, where tokens ask and are asked alike.
 
@@ -55,22 +59,26 @@ def first_tokens_of(
         call: What its kernel saw.
         hidden_states: Of the call.
         num_first: How many tokens.
+        real_queries: False for padding, which is no token.
 
     Returns:
         Copies, or None where the queries are not the tokens of the hidden states.
     """
     if not call.query.shape[2] == call.key.shape[2] == hidden_states.shape[1]:
         return None
-    visible = call.mask().visible()
+    visible, chosen = call.mask().visible(), torch.arange(call.query.shape[2])
+    if real_queries is not None:
+        chosen = real_queries[0].nonzero()[:, 0].cpu()
+    chosen = chosen[:num_first]
     if visible is not None:
         size = (call.query.shape[2], call.key.shape[2])
-        visible = visible[0, 0].expand(size)[:num_first, :num_first].clone()
+        visible = visible[0, 0].expand(size)[chosen][:, chosen]
     extras = (call.attn_bias, call.soft_cap, call.sink_score)
     is_plain = all(part is None for part in extras)
     if call.attn_bias is not None:  # a float mask of 0 and -inf is no bias
         finite = call.attn_bias[call.attn_bias > torch.finfo(call.attn_bias.dtype).min / 2]
         is_plain = all(part is None for part in extras[1:]) and not bool(finite.any())
-    return FirstTokens(hidden_states[0, :num_first].double(), visible, is_plain)
+    return FirstTokens(hidden_states[0, chosen].double(), visible, is_plain)
 
 
 def scores_of(call: AttentionCall) -> AttentionScores:
@@ -91,11 +99,13 @@ def scores_of(call: AttentionCall) -> AttentionScores:
     )  # fmt: skip
 
 
-def broken_heads(call: AttentionCall) -> set[int]:
+def broken_heads(call: AttentionCall, real_queries: Bool[Tensor, "B T"] | None) -> set[int]:
     """Return the query heads of a call whose query, key or value is not finite.
 
     Args:
         call: What its kernel saw.
+        real_queries: False for queries that are padding. Their keys and values count: a weight of
+            zero times NaN is NaN.
 
     Returns:
         Head numbers.
@@ -105,7 +115,7 @@ def broken_heads(call: AttentionCall) -> set[int]:
     def broken(tensor: Tensor) -> Bool[Tensor, " H"]:
         return ~tensor.isfinite().all(dim=(0, 2, 3))
 
-    found = broken(call.query)
+    found = broken(without_padding(call.query, real_queries))
     found |= (broken(call.key) | broken(call.value)).repeat_interleave(group)
     return set(found.nonzero()[:, 0].tolist())
 
@@ -129,18 +139,24 @@ def head_output_weights(site: AttentionSite) -> Float[Tensor, "H D E"] | None:
 
 
 def weight_blocks(
-    scores: AttentionScores, query_idx: Int[Tensor, " N"]
+    scores: AttentionScores,
+    query_idx: Int[Tensor, " N"],
+    real_queries: Bool[Tensor, "B T"] | None = None,
 ) -> Iterator[tuple[ScoreBlock, Float[Tensor, "b h t s"]]]:
     """Yield the softmax weights of chosen queries, block by block.
 
     Args:
         scores: Finite scores.
         query_idx: Ascending positions of the queries.
+        real_queries: False for queries that are padding.
 
     Yields:
-        The block, and its weights; zeros where a query may attend to nothing.
+        The block, and its weights; zeros where a query may attend to nothing or is padding.
     """
     for block in scores.blocks(query_idx):
+        if real_queries is not None:
+            is_padding = ~real_queries[block.batch, block.query_idx]
+            block.scores.masked_fill_(is_padding[:, None, :, None], -torch.inf)
         lse = block.scores.logsumexp(-1, keepdim=True)
         if scores.sink_score is not None:
             sink = scores.sink_score[block.heads].to(lse)[:, None, None]

@@ -33,11 +33,12 @@ class NormWatcher(TorchFunctionMode):
 
     Args:
         where: Called at each norm; says after which attention it ran.
+        tokens: Called at each norm; False for padding ``[B, T]``, or None.
     """
 
-    def __init__(self, where: Callable[[], str]):
+    def __init__(self, where: Callable[[], str], tokens: Callable[[], Tensor | None]):
         super().__init__()
-        self._where = where
+        self._where, self._tokens = where, tokens
         self._outputs: dict[int, tuple[weakref.ref[Tensor], _Norm]] = {}
         self.on_stream: list[tuple[str, float]] = []
         """For each norm on the stream: the attention before it, and the median over tokens of
@@ -81,7 +82,12 @@ class NormWatcher(TorchFunctionMode):
         bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> None:
-        if len(shape) != 1 or not bool(states.isfinite().all()):
+        if len(shape) != 1:
+            return
+        tokens = self._tokens()
+        if tokens is not None and tokens.shape == states.shape[:-1]:
+            states = states[tokens]
+        if not bool(states.isfinite().all()):
             return
         if weight is not None and not bool(weight.isfinite().all()):
             return

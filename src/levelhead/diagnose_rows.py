@@ -6,9 +6,10 @@ Each call is reduced while it happens; only numbers a row are kept.
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from levelhead.capture_tokens import TokenFinder, document_starts, key_tokens, without_padding
 from levelhead.diagnose_calls import (
     FirstTokens,
     block_outputs,
@@ -59,15 +60,23 @@ class SiteRows:
         site: Where.
         num_queries: Queries looked at in each call; None for all.
         num_first: Tokens of the first sample to keep for a Jacobian.
+        finder: Tells tokens from padding; one for all sites of a model.
     """
 
-    def __init__(self, site: AttentionSite, num_queries: int | None, num_first: int = 0):
+    def __init__(
+        self,
+        site: AttentionSite,
+        num_queries: int | None,
+        num_first: int = 0,
+        finder: TokenFinder | None = None,
+    ):
         self.site, self.num_queries, self.num_first = site, num_queries, num_first
+        self.finder = finder or TokenFinder()
         self.rows: dict[str, list[Tensor]] = {}
         self.raw_score_max = torch.full((site.num_heads,), -torch.inf, dtype=torch.float64)
         self.similarity: list[Tensor] = []
         self.output_square = torch.zeros(site.num_heads, dtype=torch.float64)
-        self.num_empty = self.num_nonfinite = self.num_calls = 0
+        self.num_empty = self.num_nonfinite = self.num_padding = self.num_calls = 0
         self.num_tokens = self.num_looked_at = self.num_keys = 0
         self.radius, self.hidden_max = 0.0, 0.0
         self.outliers: set[int] = set()
@@ -87,42 +96,53 @@ class SiteRows:
         self.num_calls += 1
         self.dtype = str(call.query.dtype).removeprefix("torch.")
         self.device = call.query.device.type
-        self.num_keys = max(self.num_keys, scores.num_keys)
-        self._add_hidden(call.hidden_states)
+        tokens = self.finder.tokens_of(call)
+        keys = key_tokens(call, tokens)
+        num_keys = scores.num_keys if keys is None else int(keys.sum(1).max())
+        self.num_keys = max(self.num_keys, num_keys)
+        self._add_hidden(call.hidden_states, tokens)
         if self.first is None and self.num_first and call.hidden_states is not None:
-            self.first = first_tokens_of(call, call.hidden_states, self.num_first)
-        found = concentration(scores, ROWS, num_queries=self.num_queries)
-        self.num_tokens += found.num_queries * len(call.query)
-        self.num_looked_at += len(found.query_idx) * len(call.query)
+            self.first = first_tokens_of(call, call.hidden_states, self.num_first, tokens)
+        found = concentration(
+            scores, ROWS, num_queries=self.num_queries,
+            first_tokens=document_starts(call, tokens), real_queries=tokens,
+        )  # fmt: skip
+        num_all = found.num_queries * len(call.query)
+        num_padding = 0 if tokens is None else int((~tokens).sum())
+        num_looked_at = len(found.query_idx) * len(call.query)
+        if tokens is not None:
+            num_looked_at = int(tokens[:, found.query_idx].sum())
+        self.num_tokens += num_all - num_padding
+        self.num_padding += num_padding
+        self.num_looked_at += num_looked_at
         self.num_empty += found.num_empty
         self.num_nonfinite += found.num_nonfinite
         has_choice = ~found.rows["normalized_entropy"].isnan()
         for name, values in found.rows.items():
             kept = values.masked_fill(~has_choice, torch.nan) if name in CHOICE else values
             self._keep(name, kept)
-        self._add_raw_scores(call, scores)
-        broken = broken_heads(call)
+        self._add_raw_scores(call, scores, tokens)
+        broken = broken_heads(call, tokens)
         self.broken_heads |= broken
         if found.num_nonfinite or broken:
             self.not_measured.add("theta, head similarity and output share: scores or values "
                                   "are not finite")  # fmt: skip
             return
-        self._add_weights(call, scores)
+        self._add_weights(call, scores, tokens)
 
-    def _add_weights(self, call: AttentionCall, scores: AttentionScores) -> None:
-        bounds, query_idx = attention_sensitivity(
-            scores, num_queries=self.num_queries, tol=THETA_TOL
-        )
+    def _add_weights(
+        self, call: AttentionCall, scores: AttentionScores, tokens: Bool[Tensor, "B T"] | None
+    ) -> None:
+        looked_at = {"num_queries": self.num_queries, "real_queries": tokens}
+        bounds, query_idx = attention_sensitivity(scores, tol=THETA_TOL, **looked_at)
         self._keep("theta_lower", bounds.lower)
         self._keep("theta_upper", bounds.upper)
         if scores.num_heads > 1:
-            self.similarity.append(
-                attention_head_similarity(scores, num_queries=self.num_queries).nanmean(0).cpu()
-            )
+            self.similarity.append(attention_head_similarity(scores, **looked_at).nanmean(0).cpu())
         group = scores.num_heads // call.value.shape[1]
         norms = torch.full_like(bounds.lower, torch.nan)
         o_weight = head_output_weights(self.site)
-        for block, weights in weight_blocks(scores, query_idx):
+        for block, weights in weight_blocks(scores, query_idx, tokens):
             if scores.sink_score is None:
                 norms[block.batch, block.heads, block.columns] = softmax_jacobian_norm(weights)
             outputs = block_outputs(block, weights, call.value, group)
@@ -133,15 +153,22 @@ class SiteRows:
         if scores.sink_score is None:
             self._keep("softmax_norm", norms)
 
-    def _add_raw_scores(self, call: AttentionCall, scores: AttentionScores) -> None:
-        raw = AttentionScores(call.query, call.key, 1.0)
+    def _add_raw_scores(
+        self, call: AttentionCall, scores: AttentionScores, tokens: Bool[Tensor, "B T"] | None
+    ) -> None:
+        query = without_padding(call.query, tokens)
+        raw = AttentionScores(query, without_padding(call.key, key_tokens(call, tokens)), 1.0)
         for block in raw.blocks(scores.sample(self.num_queries)):
             largest = block.scores.abs().amax((0, 2, 3)).double().cpu()
             self.raw_score_max[block.heads] = torch.fmax(self.raw_score_max[block.heads], largest)
 
-    def _add_hidden(self, hidden_states: Float[Tensor, "B T E"] | None) -> None:
+    def _add_hidden(
+        self, hidden_states: Float[Tensor, "B T E"] | None, tokens: Bool[Tensor, "B T"] | None
+    ) -> None:
         if hidden_states is None or not hidden_states.is_floating_point():
             return
+        if tokens is not None and tokens.shape == hidden_states.shape[:2]:
+            hidden_states = hidden_states[tokens][None]
         self.radius = max(self.radius, float(block_rms_norm(hidden_states.float()).max()))
         sizes = hidden_states.abs().flatten(0, 1)
         self.hidden_max = max(self.hidden_max, float(sizes.max()))

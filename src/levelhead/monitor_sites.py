@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from levelhead.capture_tokens import TokenFinder, document_starts
 from levelhead.diagnose_calls import broken_heads, scores_of
 from levelhead.measure.concentration import concentration
 from levelhead.sites.calls import AttentionCall
@@ -60,6 +61,7 @@ class StepSums:
         self.broken = {name: _filled((count + 1,), 0.0) for name, count in heads.items()}
         self.order: list[str] = []
         self.num_calls = 0
+        self.finder = TokenFinder()
 
     @torch.no_grad()
     def add(self, call: AttentionCall) -> None:
@@ -69,7 +71,11 @@ class StepSums:
             call: What its kernel saw.
         """
         name = call.site.name
-        found = concentration(scores_of(call), self.metrics, num_queries=self.num_queries)
+        tokens = self.finder.tokens_of(call)
+        found = concentration(
+            scores_of(call), self.metrics, num_queries=self.num_queries,
+            first_tokens=document_starts(call, tokens), real_queries=tokens,
+        )  # fmt: skip
         self.num_calls += 1
         for row, metric in enumerate(self.metrics):
             values = found.rows[metric].double().transpose(0, 1).flatten(1)
@@ -81,7 +87,7 @@ class StepSums:
             if metric == "score_max" and call.attn_bias is None and call.soft_cap is None:
                 share = largest / call.scale / torch.finfo(call.query.dtype).max
                 self.raw_share[name] = torch.maximum(self.raw_share[name], share)
-        heads = sorted(broken_heads(call))
+        heads = sorted(broken_heads(call, tokens))
         self.broken[name][heads] += 1
         self.broken[name][-1] += found.num_nonfinite > 0 and not heads
         if name not in self.order:

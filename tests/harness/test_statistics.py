@@ -10,8 +10,10 @@ from scipy import stats
 from levelhead.harness.statistics import (
     PairedDifference,
     bootstrap_interval,
+    detectable_in_errors,
     holm,
     paired_difference,
+    paired_power,
 )
 
 
@@ -72,6 +74,7 @@ def test_without_spread_nothing_is_claimed(values):
     shown = paired_difference(values)
     assert shown.n == len(values)
     assert (shown.t_interval, shown.bootstrap_interval, shown.p_value) == (None, None, None)
+    assert shown.detectable is None
     assert shown.sign == 0
     assert shown.mean == (pytest.approx(values[0]) if values else None)
 
@@ -98,3 +101,49 @@ def test_holm_equals_the_step_down_rule_and_keeps_the_family_error():
     kept = np.mean([min(holm(dict(enumerate(p))).values()) < 0.05 for p in draws])  # type: ignore
     assert plain > 0.2
     assert kept < 0.065
+
+
+@pytest.mark.parametrize("n", [5, 7, 19, 101])
+@pytest.mark.parametrize("noncentrality", [0.0, 0.7, 2.9])
+def test_power_is_that_of_scipys_noncentral_t(n, noncentrality):
+    critical = stats.t.ppf(0.975, n - 1)
+    # P(T < -t) of one sign is P(T > t) of the other; scipy's cdf is NaN far in that tail.
+    expected = sum(stats.nct.sf(critical, n - 1, nc) for nc in (noncentrality, -noncentrality))
+    assert paired_power(noncentrality, n) == pytest.approx(expected, abs=1e-7)
+    assert paired_power(0.0, n, confidence=0.9) == pytest.approx(0.1, abs=1e-7)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 11])
+def test_the_smallest_detectable_difference_shows_in_four_of_five_experiments(n):
+    """Simulated: n pairs of standard deviation 2 around exactly that difference."""
+    delta = detectable_in_errors(n) * 2 / n**0.5
+    draws = np.random.default_rng(n).normal(delta, 2, (40_000, n))
+    shown = stats.ttest_1samp(draws, 0, axis=1).pvalue < 0.05
+    assert shown.mean() == pytest.approx(0.8, abs=4 * (0.16 / 40_000) ** 0.5)
+    half = np.random.default_rng(n).normal(delta / 2, 2, (40_000, n))
+    assert (stats.ttest_1samp(half, 0, axis=1).pvalue < 0.05).mean() < 0.5
+
+
+def test_detectable_is_in_the_metrics_unit_and_larger_than_the_half_width():
+    shown = paired_difference([1.0, 0.1, 2.5, -0.4])
+    assert shown.detectable is not None
+    assert shown.half_width is not None
+    error = np.std([1.0, 0.1, 2.5, -0.4], ddof=1) / 2
+    assert shown.detectable == pytest.approx(detectable_in_errors(4) * error)
+    assert shown.detectable > shown.half_width
+    doubled = paired_difference([2.0, 0.2, 5.0, -0.8])
+    assert doubled.detectable == pytest.approx(2 * shown.detectable)
+
+
+def test_more_pairs_detect_less():
+    found = [detectable_in_errors(n) / n**0.5 for n in (2, 3, 5, 11, 47)]
+    assert found == sorted(found, reverse=True)
+    normal = stats.norm.ppf(0.975) + stats.norm.ppf(0.8)  # the limit of many pairs
+    assert detectable_in_errors(2_003) == pytest.approx(normal, abs=0.003)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [5, 11])
+def test_the_t_interval_covers_with_few_pairs_and_the_bootstrap_errs_as_said(n):
+    assert coverage(lambda values: paired_difference(values).t_interval, n) > 0.935
+    assert coverage(bootstrap_interval, n) < 0.93

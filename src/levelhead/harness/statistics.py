@@ -11,16 +11,18 @@ Two intervals are given, and the one that errs on the safe side decides.
   1 - 2 / 2^3 = 75 % of experiments. From about 20 seeds on the two agree.
 
 An interval that spans zero reads "no difference shown", which is not "no difference": the
-half-width says how large a difference would have had to be to show.
+smallest detectable difference says how large a true one would have had to be to show, with a
+stated power, at the spread that was observed.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy import integrate, optimize, special, stats
 
 from levelhead.shapes import require
 
@@ -28,6 +30,7 @@ CONFIDENCE = 0.95
 ENUMERATED_UP_TO = 6  # 6^6 = 46,656 resamples: all of them, no chance involved
 NUM_RESAMPLES = 9_999
 BOOTSTRAP_SEED = 0
+POWER = 0.8  # Cohen's convention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +43,9 @@ class PairedDifference:
         t_interval: Paired-t interval of the mean, or None below two pairs or without any spread
             (equal differences of a coarse metric say nothing about chance).
         bootstrap_interval: Percentile bootstrap interval of the mean, or None likewise.
-        half_width: Half of the t interval: smaller differences could not have shown.
+        half_width: Half of the t interval: an observed difference below it does not show.
+        detectable: The smallest true difference that so many pairs with this spread show in
+            80 % of experiments; None where the interval is.
         p_value: Two-sided paired t-test; None where the interval is.
     """
 
@@ -49,6 +54,7 @@ class PairedDifference:
     t_interval: tuple[float, float] | None = None
     bootstrap_interval: tuple[float, float] | None = None
     half_width: float | None = None
+    detectable: float | None = None
     p_value: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,7 +103,54 @@ def paired_difference(
         t_interval=(mean - half_width, mean + half_width),
         bootstrap_interval=bootstrap_interval(values, confidence),
         half_width=half_width,
+        detectable=detectable_in_errors(n, POWER, confidence) * standard_error,
         p_value=float(2 * stats.t.sf(abs(mean) / standard_error, n - 1)),
+    )
+
+
+def paired_power(noncentrality: float, n: int, confidence: float = CONFIDENCE) -> float:
+    """Probability that a two-sided paired t-test shows a difference that is there.
+
+        P(|Z + noncentrality| > t sqrt(V / (n-1))),  Z normal, V chi-squared with n-1 degrees
+
+    The integral over V is done numerically: scipy's ``nct`` returns NaN for few pairs.
+
+    Args:
+        noncentrality: True difference over its standard error, ``delta sqrt(n) / sigma``.
+        n: Number of pairs, at least 2.
+        confidence: 1 - alpha, in (0, 1).
+
+    Returns:
+        A probability, ``1 - confidence`` where there is no difference.
+    """
+    degrees = n - 1
+    critical = stats.t.ppf((1 + confidence) / 2, degrees) / degrees**0.5
+
+    def shown(tail: float) -> float:
+        reach = critical * special.chdtri(degrees, tail) ** 0.5  # V's tail probability is uniform
+        return float(special.ndtr(noncentrality - reach) + special.ndtr(-noncentrality - reach))
+
+    return float(integrate.quad(shown, 0, 1, epsabs=1e-9, limit=200)[0])
+
+
+@lru_cache
+def detectable_in_errors(n: int, power: float = POWER, confidence: float = CONFIDENCE) -> float:
+    """Smallest true difference that n pairs show with a given power, in standard errors.
+
+        the delta sqrt(n) / sigma at which  paired_power = power
+
+    Args:
+        n: Number of pairs, at least 2.
+        power: Share of experiments in which it shall show, above ``1 - confidence``.
+        confidence: Of the interval.
+
+    Returns:
+        Times ``s / sqrt(n)``, the difference in the metric's unit. The spread s is itself an
+        estimate: with three pairs the true one is easily twice or half as large.
+    """
+    highest = 100 * float(stats.t.ppf((1 + confidence) / 2, n - 1))
+    return float(
+        optimize.brentq(lambda nc: paired_power(nc, n, confidence) - power, 0, highest, xtol=1e-6)
     )
 
 

@@ -82,6 +82,32 @@ def sink():
     return sick, states
 
 
+class Repeating(nn.Sequential):
+    """Reads words; the stream holds each word and the word before it."""
+
+    def forward(self, ids):
+        words = nn.functional.one_hot(ids, EMBED // HEADS).float()
+        before = torch.cat([torch.zeros_like(words[:, :1]), words[:, :-1]], 1)
+        states = torch.cat([words, before, 0.1 * words, 0.1 * before], -1)
+        for block in self:
+            states = states + block.attn(states, is_causal=True)
+        return states
+
+
+@torch.no_grad()
+def induction():
+    """Head 2 asks with the word for the same word before."""
+    torch.manual_seed(0)
+    sick, width = Repeating(Block(), Block()), EMBED // HEADS
+    head = slice(2 * width, 3 * width)
+    for part, start in (("q_proj", 0), ("k_proj", width)):
+        weight = getattr(sick[0].attn, part).weight
+        weight[head] = 0
+        weight[head, start : start + width] = 4 * torch.eye(width)
+    words = torch.stack([torch.randperm(width) for _ in range(2)])
+    return sick.eval(), torch.cat([words, words], 1)
+
+
 @torch.no_grad()
 def low_rank(part, nth):
     sick = model()
@@ -129,6 +155,7 @@ SICK = {
     ("saturated_softmax", "warning"): lambda: scaled("q_proj", 12.0),
     ("entropy_collapse", "warning"): lambda: scaled("q_proj", 150.0),
     ("sink", "note"): sink,
+    ("induction_head", "note"): induction,
     ("dead_head", "warning"): dead_head,
     ("ill_conditioned_q", "warning"): lambda: low_rank("q", 0),
     ("ill_conditioned_k", "warning"): lambda: low_rank("k", 1),
@@ -167,6 +194,15 @@ def test_the_worst_head_is_named():
         assert finding.value == pytest.approx(5000, rel=1e-2)
     finding = next(f for f in diagnose(*dead_head()).findings if f.kind == "dead_head")
     assert (finding.layer, finding.head) == ("0.attn", 2)
+
+
+def test_the_induction_head_is_named_and_words_said_once_have_none():
+    sick, ids = induction()
+    finding = next(f for f in diagnose(sick, ids).findings if f.kind == "induction_head")
+    assert (finding.layer, finding.head, finding.num_heads) == ("0.attn", 2, 1)
+    assert finding.value > 0.6
+    once = diagnose(sick, ids[:, : ids.shape[1] // 2], jacobian_tokens=0)
+    assert "induction_mean" not in {record.metric for record in once.records}
 
 
 @pytest.mark.parametrize("is_post", [False, True])

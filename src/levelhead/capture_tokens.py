@@ -3,8 +3,11 @@
 A batch of unequal rows holds padding that says nothing about the model; its mask tells where.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from levelhead.sites.calls import AttentionCall
@@ -16,10 +19,30 @@ class TokenFinder:
 
     A self-attention says by its mask which of its queries are padding: those that nobody may
     attend to. The queries of a cross-attention are those of the self-attention before it.
+
+    Args:
+        batch: What the model is called with, if it is known: a tensor, a tuple or a mapping.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, batch: Any = None) -> None:
         self._last: Bool[Tensor, "B T"] | None = None
+        self._ids = token_ids(batch)
+
+    def ids_of(self, call: AttentionCall) -> Int[Tensor, "B T"] | None:
+        """Return the token ids of a call's queries.
+
+        Args:
+            call: What its kernel saw.
+
+        Returns:
+            The ids of a causal self-attention over all tokens of the batch, else None.
+        """
+        num_batch, _, num_queries, _ = call.query.shape
+        is_causal = call.site.kind == "self" and (call.site.is_causal or call.is_causal)
+        if not is_causal or call.key.shape[2] != num_queries:
+            return None
+        shape = (num_batch, num_queries)
+        return next((ids for ids in self._ids if tuple(ids.shape) == shape), None)
 
     @property
     def last(self) -> Bool[Tensor, "B T"] | None:
@@ -41,6 +64,27 @@ class TokenFinder:
             self._last = None if found is None or found.all() else found.expand(shape).clone()
         last = self._last if call.site.kind in ("self", "cross") else None
         return last if last is not None and last.shape == shape else None
+
+
+def token_ids(batch: Any) -> list[Int[Tensor, "B T"]]:
+    """Find the token ids of a batch.
+
+    Args:
+        batch: A tensor, a tuple or list of positional arguments, or a mapping.
+
+    Returns:
+        Integer tensors ``[B, T]``, those of a decoder first.
+    """
+    if isinstance(batch, Mapping):
+        named = {str(k): v for k, v in batch.items() if str(k).endswith(("input_ids", "tokens"))}
+        parts = [named[name] for name in sorted(named, key=lambda name: "decoder" not in name)]
+    else:
+        parts = list(batch[:1]) if isinstance(batch, (tuple, list)) else [batch]
+    return [
+        part
+        for part in parts
+        if isinstance(part, Tensor) and part.ndim == 2 and part.dtype in (torch.int64, torch.int32)
+    ]
 
 
 def document_starts(

@@ -87,7 +87,7 @@ def diagnose(
     require(jacobian_tokens >= 0, "jacobian_tokens must be at least 0", f"{jacobian_tokens}")
     model = getattr(model, "_orig_mod", model)
     sites = find_attention(model, readers=readers)
-    finder = TokenFinder()
+    finder = TokenFinder(batch)
     rows = {site.name: SiteRows(site, num_queries, jacobian_tokens, finder) for site in sites}
     not_measured: list[str] = []
     contraction = _run(model, batch, rows, finder, not_measured)

@@ -22,6 +22,7 @@ from levelhead.diagnose_calls import (
 from levelhead.diagnosis import WHOLE_LAYER, Record
 from levelhead.measure.attention_rows import attention_head_similarity, attention_sensitivity
 from levelhead.measure.concentration import concentration, row_quantiles
+from levelhead.measure.induction import induction_weights
 from levelhead.measure.lipschitz import block_rms_norm
 from levelhead.measure.softmax_norm import softmax_jacobian_norm
 from levelhead.measure.streaming import AttentionScores
@@ -45,6 +46,9 @@ CHOICE = ("entropy_nats", "normalized_entropy", "p_max", "effective_keys", "sink
           "first_token_mass", "score_std")  # fmt: skip
 """Measures that say nothing about a row with a single visible key; such rows are left out."""
 
+FEW_REPEATED = 16
+"""Fewer rows whose token came before say nothing about induction."""
+TAKEN = ROWS | {"induction": ("mean",)}
 THETA = ("q10", "q50", "q90", "q99")
 THETA_TOL = 1e-3
 """Width of the bounds on theta: quantiles to three decimals."""
@@ -134,6 +138,9 @@ class SiteRows:
         self, call: AttentionCall, scores: AttentionScores, tokens: Bool[Tensor, "B T"] | None
     ) -> None:
         looked_at = {"num_queries": self.num_queries, "real_queries": tokens}
+        ids = self.finder.ids_of(call)
+        if ids is not None:
+            self._keep("induction", induction_weights(scores, ids, **looked_at)[0])
         bounds, query_idx = attention_sensitivity(scores, tol=THETA_TOL, **looked_at)
         self._keep("theta_lower", bounds.lower)
         self._keep("theta_upper", bounds.upper)
@@ -185,7 +192,11 @@ class SiteRows:
             values = torch.cat(parts, 1)
             values = values[:, ~values.isnan().all(0)]
             where = f"{looked} with two visible keys or more" if name in CHOICE else looked
-            for statistic in ROWS.get(name, THETA):
+            if name == "induction":
+                where = f"{values.shape[1]} rows whose token came before"
+                if values.shape[1] < FEW_REPEATED:
+                    continue
+            for statistic in TAKEN.get(name, THETA):
                 for head, value in enumerate(reduce_rows(values, statistic)):
                     words = f"{STATISTICS[statistic]} over {where}"
                     yield self._record(head, f"{name}_{statistic}", value, words)

@@ -157,6 +157,14 @@ RULES: tuple[Rule, ...] = (
         applies=_has_enough_keys,
     ),
     Rule(
+        "induction_head", "note", "induction_mean", 0.25, "head",
+        "prefix matching: Olsson et al. 2022 (arXiv 2209.11895); the number is this library's: "
+        "the two induction heads of a trained decoder have 0.6 and 0.3, all others less than 0.1",
+        "induction head: it attends to what followed this token the last time, and so continues "
+        "what was repeated",
+        "nothing: it is what in-context repetition rests on; keep it when pruning",
+    ),
+    Rule(
         "dead_head", "warning", "output_share", 0.01, "head",
         "this library: 1 % of the layer's mean is beyond what the other heads round away in "
         "bfloat16 (eps = 0.8 %)",

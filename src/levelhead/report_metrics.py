@@ -82,6 +82,12 @@ QUANTITIES = (
         "attends to nothing in particular: an attention sink.",
     ),
     Quantity(
+        key="induction", label="induction score", family="concentration",
+        equation="p_{s + 1},  s = last earlier place of the query's token",
+        words="Weight on what followed the query's token the last time. Above 0.25: an induction "
+        "head (Olsson et al. 2022), if the tokens are random ones said twice.",
+    ),
+    Quantity(
         key="row mass", label="row mass", family="concentration",
         equation="sum_s p_s",
         words="Sum of a row: 1 for softmax, less with a sink, alpha_ma for affine weights.",

@@ -26,6 +26,7 @@ from levelhead.measure.curves import (
     spike_score,
 )
 from levelhead.measure.head import HeadForm
+from levelhead.measure.induction import induction_weights
 from levelhead.measure.jacobian import (
     jacobian_condition,
     jacobian_conditions,
@@ -95,6 +96,7 @@ __all__ = [
     "negative_mass",
     "head_similarity",
     "attention_head_similarity",
+    "induction_weights",
     # Conditioning of the Jacobian: kappa, the bound that holds, the papers' surrogate.
     "jacobian_condition",
     "jacobian_conditions",

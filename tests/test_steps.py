@@ -334,7 +334,7 @@ def test_one_step_changes_nothing_for_a_single_batch_a_frozen_model_or_another_v
 
 def test_a_step_that_breaks_off_leaves_the_model_usable():
     model = stack("affine")
-    with pytest.raises(RuntimeError), one_step(model):
+    with pytest.raises(ValueError, match="hidden_states must be"), one_step(model):
         model(torch.randn(2, T, E + 1))
     model(torch.randn(2, T, E))
     assert affine(model).num_steps.item() == 1

@@ -1,0 +1,1 @@
+"""One training on any number of devices, that survives being killed."""

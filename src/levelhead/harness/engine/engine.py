@@ -1,0 +1,384 @@
+"""``train``: one training from start to end, on one device or many, resumed bit by bit."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from levelhead.attention import Attention
+from levelhead.harness.config import Cell
+from levelhead.harness.engine.checkpoint import (
+    CHECKPOINTS,
+    latest_checkpoint,
+    read_checkpoint,
+    write_checkpoint,
+)
+from levelhead.harness.engine.folder import (
+    check_folder,
+    training_config,
+    training_hash,
+    write_config,
+)
+from levelhead.harness.engine.log import METRICS, keep_events, read_events
+from levelhead.harness.engine.options import (
+    NUM_CHECKPOINTS,
+    NUM_EVALUATIONS,
+    NUM_LOGGED,
+    EngineOptions,
+    OnEvent,
+)
+from levelhead.harness.engine.prepare import block_names, make_accelerator
+from levelhead.harness.engine.random_state import forked_random, seed_all
+from levelhead.harness.engine.split import split_batch
+from levelhead.harness.engine.stop import Stopped, StopRequest, listening
+from levelhead.harness.engine.trackers import check_trackers, start_trackers
+from levelhead.harness.engine.training import ModelInTraining, StepResult
+from levelhead.harness.runs import RunFolder
+from levelhead.harness.seeding import named_seed
+from levelhead.harness.tasks import Task
+from levelhead.harness.train import NUM_CURVE_POINTS, concentration, start_model
+from levelhead.monitor import Monitor
+from levelhead.monitor_writers import JsonlWriter
+
+MONITOR = "monitor.jsonl"
+PROJECT = "levelhead"
+PROBE_SAMPLES = 64  # enough for a mean over rows; the weights of a whole batch may not fit
+
+
+def train(
+    task: Task,
+    cell: Cell,
+    folder: Path,
+    options: EngineOptions | None = None,
+    on_event: OnEvent = lambda kind, values: None,
+) -> dict[str, Any]:
+    """Train one model and keep everything in a folder.
+
+    Started by ``torchrun`` or ``accelerate launch``, every process calls this; the first one
+    writes. On one CPU or GPU a training that was killed and resumed gives the numbers of one that
+    ran through, to the last digit.
+
+    Args:
+        task: Data, model, metric and how to train.
+        cell: Variant, init and seed.
+        folder: Where everything goes; all processes must see it.
+        options: How to run.
+        on_event: Told of notes, steps, evaluations and checkpoints.
+
+    Returns:
+        The record, as in a comparison's ``cells.jsonl``, with speed and the data's share of time.
+
+    Raises:
+        ValueError: A folder that holds something else, a global batch that the processes cannot
+            share, a damaged training, an option that does not fit.
+        Stopped: Ctrl-C or SIGTERM; what was done is saved.
+        OSError: The log or the result could not be written; the last checkpoint stands.
+    """
+    options = options or EngineOptions()
+    check_trackers(options.trackers)
+    model = start_model(task, cell)
+    names = block_names(model) if options.shard else ()
+    precision = task.settings.mixed_precision
+    accelerator = make_accelerator(precision, options.trackers, folder, names)
+    settings, num_ranks = task.settings, accelerator.num_processes
+    largest = options.micro_batch_size or settings.micro_batch_size
+    split = split_batch(settings.batch_size, largest, num_ranks, accelerator.process_index)
+    config = training_config(settings, cell, num_ranks)
+    check_folder(folder, config, options.resume)
+    accelerator.wait_for_everyone()
+    with ExitStack() as stack:
+        stack.enter_context(forked_random())
+        if accelerator.is_main_process:
+            run = RunFolder(folder)
+            stack.enter_context(run.held())
+            write_config(folder, config)
+        accelerator.wait_for_everyone()
+        start_trackers(accelerator, PROJECT, config)
+        training = ModelInTraining(task, model, accelerator, split)
+        return _Engine(training, cell, folder, options, on_event).run(stack)
+
+
+class _Engine:
+    """The loop around a model in training, and what it writes."""
+
+    def __init__(
+        self,
+        training: ModelInTraining,
+        cell: Cell,
+        folder: Path,
+        options: EngineOptions,
+        on_event: OnEvent,
+    ):
+        self.training, self.cell, self.folder, self.options = training, cell, folder, options
+        self.task, self.accelerator = training.task, training.accelerator
+        self.is_main = self.accelerator.is_main_process
+        steps = self.task.settings.steps
+        self.save_every = options.every("save_every", steps, NUM_CHECKPOINTS)
+        self.log_every = options.every("log_every", steps, NUM_LOGGED)
+        self.evaluate_every = self.task.settings.evaluate_every or max(1, steps // NUM_EVALUATIONS)
+        self.on_event = on_event if self.is_main else lambda kind, values: None
+        self.step, self.diverged_step = 0, None
+        self.times = {"seconds": 0.0, "waited_s": 0.0}
+        self.concentration_start: float | None = None
+        self.log: JsonlWriter | None = None
+
+    def run(self, stack: ExitStack) -> dict[str, Any]:
+        """Go on from what the folder holds to the end."""
+        done = self._finished()
+        if done is not None:
+            self.note("this training is finished; nothing was left to do")
+            return done
+        request = stack.enter_context(listening())
+        seed_all(self.cell.seed, self._dropout_name())
+        self._watch()
+        self._resume()
+        if self.is_main:
+            self.log = JsonlWriter(self.folder / METRICS)
+            stack.callback(self.log.close)
+        if self.step == 0:
+            self.concentration_start = self._concentration()
+        with self.training.monitor or nullcontext():
+            self._train(request)
+        return self._finish()
+
+    def _finished(self) -> dict[str, Any] | None:
+        found = [None]
+        if self.is_main:
+            records = RunFolder(self.folder).finished()
+            found = [records[-1]] if records else [None]
+        return self._from_main(found[0])
+
+    def _from_main(self, value: Any) -> Any:
+        return broadcast_object_list([value])[0] if self.accelerator.num_processes > 1 else value
+
+    def _dropout_name(self) -> str:
+        rank = self.accelerator.process_index
+        return f"dropout, rank {rank}" if rank else "dropout"
+
+    def _watch(self) -> None:
+        every = self.options.monitor_every
+        if every is not None:
+            self.training.monitor = Monitor(
+                self.training.model, every, self._write_scalars, jsonl=self.folder / MONITOR
+            )
+
+    def _write_scalars(self, step: int, scalars: Any) -> None:
+        self.write("scalars", step=step + 1, values=dict(scalars))
+        self.accelerator.log(dict(scalars), step=step + 1)
+
+    def _resume(self) -> None:
+        """Load the newest whole checkpoint and cut the logs back to it."""
+        place = self.folder / CHECKPOINTS
+        found = latest_checkpoint(place, self.note) if self.is_main else None
+        path = self._from_main(found.path if found else None)
+        if path is not None:
+            checkpoint = found or read_checkpoint(path)
+            self.training.load(checkpoint, self.cell.seed)
+            self.step, self.times = checkpoint.step, checkpoint.state["times"]
+            self.concentration_start = checkpoint.state["concentration_start"]
+            self.note(f"going on after step {self.step}, from {path}")
+        elif self.options.resume:
+            self.note("no checkpoint was written yet; starting from the first step")
+        if self.is_main:
+            keep_events(self.folder / METRICS, lambda e: e.get("step", 0) <= self.step)
+            keep_events(self.folder / MONITOR, lambda e: e.get("step", 0) < self.step)
+
+    def _train(self, request: StopRequest) -> None:
+        settings, data = self.task.settings, self._batches()
+        interval = _Interval()
+        for step in range(self.step + 1, settings.steps + 1):
+            with interval.waiting():
+                batch = next(data)
+            result = self.training.step(batch, request)
+            self.step = step
+            self._tell(result, interval)
+            if not math.isfinite(result.loss):
+                self._diverge(result)
+                return
+            if step % self.evaluate_every == 0 and step < settings.steps:
+                self._evaluate()
+            is_due = step % self.save_every == 0 or step == settings.steps
+            interval.add_to(self.times)
+            is_saved = (is_due or result.wants_stop) and self._save()
+            if result.wants_stop and step < settings.steps:
+                raise Stopped(step, self.folder, is_saved)
+
+    def _batches(self) -> Iterator[Any]:
+        return self.task.batches(named_seed(self.cell.seed, "batches"), self.step)
+
+    def _tell(self, result: StepResult, interval: "_Interval") -> None:
+        shown = {"step": self.step, "loss": result.loss}
+        settings = self.task.settings
+        if self.step % self.log_every == 0 or self.step in (1, settings.steps):
+            speed = interval.speed(self.step, settings.batch_size)
+            values = {
+                "train_loss_nats": result.loss, "learning_rate": result.learning_rate,
+                "grad_norm": result.grad_norm, **speed,
+            }  # fmt: skip
+            self.write("step", step=self.step, **values)
+            shown |= speed
+            numbers = {name: value for name, value in values.items() if value is not None}
+            self.accelerator.log({f"train/{k}": v for k, v in numbers.items()}, step=self.step)
+        self.on_event("step", shown)
+
+    def _diverge(self, result: StepResult) -> None:
+        self.diverged_step = self.step
+        self.note(f"the loss was {result.loss} at step {self.step}: the training ends here")
+        if self.training.monitor is not None:
+            self.training.monitor.note(loss=result.loss)
+            self.training.monitor.end_step()
+
+    def _evaluate(self) -> dict[str, float]:
+        metrics = self.training.evaluate()
+        self.write("evaluation", step=self.step, **metrics)
+        self.accelerator.log({f"test/{k}": v for k, v in metrics.items()}, step=self.step)
+        self.on_event("evaluation", {"step": self.step, **metrics})
+        return metrics
+
+    def _save(self) -> bool:
+        """Write a checkpoint; a disk that is full costs the checkpoint, not the training."""
+        tensors, numbers = self.training.tensors(), self.training.numbers()
+        if not self.is_main:
+            return True
+        state = {
+            "step": self.step,
+            "hash": training_hash(self.task.settings, self.cell),
+            "training": numbers,
+            "times": self.times,
+            "concentration_start": self.concentration_start,
+        }
+        try:
+            path = write_checkpoint(self.folder / CHECKPOINTS, self.step, tensors, state)
+        except OSError as error:
+            self.note(f"no checkpoint of step {self.step}: {error}; the one before it is kept")
+            return False
+        self.on_event("checkpoint", {"step": self.step, "path": str(path)})
+        return True
+
+    def _concentration(self) -> float | None:
+        """As a comparison measures it; not where weights are sharded."""
+        modules = self.training.module.modules()
+        if self.options.shard or not any(isinstance(module, Attention) for module in modules):
+            return None
+        probe = next(self.task.batches(named_seed(self.cell.seed, "probe")))
+        inputs = probe[0][:PROBE_SAMPLES] if isinstance(probe, tuple) else None
+        if not isinstance(inputs, torch.Tensor):
+            return None
+        return concentration(self.training.module, inputs.to(self.accelerator.device))
+
+    def _finish(self) -> dict[str, Any]:
+        final = None if self.diverged_step else self._evaluate()
+        record = {
+            **self.cell.model_dump(),
+            "num_params": num_parameters(self.training.module),
+            "concentration_start": self.concentration_start,
+            "final": final,
+            "diverged_step": self.diverged_step,
+            "concentration_end": self._concentration(),
+            "seconds": round(self.times["seconds"], 3),
+            "data_wait_frac": round(self.times["waited_s"] / max(self.times["seconds"], 1e-9), 4),
+            "num_processes": self.accelerator.num_processes,
+            "hash": training_hash(self.task.settings, self.cell),
+            **self._curves(),
+        }
+        if self.is_main:
+            RunFolder(self.folder).append(record)
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
+        return record
+
+    def _curves(self) -> dict[str, Any]:
+        """The curve at as many points as a comparison keeps, and the evaluations."""
+        events = list(read_events(self.folder / METRICS)) if self.is_main else []
+        steps, every = self.task.settings.steps, self.task.settings.steps // NUM_CURVE_POINTS
+        points = [
+            event for event in events
+            if event["event"] == "step" and math.isfinite(event["train_loss_nats"])
+            and (event["step"] % max(1, every) == 0 or event["step"] in (1, steps))
+        ]  # fmt: skip
+        evaluations = [
+            {name: value for name, value in event.items() if name != "event"}
+            for event in events
+            if event["event"] == "evaluation" and event["step"] < steps
+        ]
+        curve = {
+            "step": [point["step"] for point in points],
+            "train_loss_nats": [round(point["train_loss_nats"], 6) for point in points],
+        }
+        return {"curve": curve, "evaluations": evaluations}
+
+    def note(self, text: str) -> None:
+        """Say something that a person should know."""
+        self.write("note", step=self.step, text=text)
+        self.on_event("note", {"text": text})
+
+    def write(self, event: str, **values: Any) -> None:
+        """Add an event to the log of the first process, once it is open."""
+        if self.log is not None:
+            self.log.write({"event": event, **values})
+
+
+class _Interval:
+    """Time since the last logged step, and how much of it was waiting for data."""
+
+    def __init__(self):
+        self._start = self._told = time.perf_counter()
+        self._waited = self._waited_told = 0.0
+        self._step = -1
+        self._entered = 0.0
+
+    def waiting(self) -> "_Interval":
+        """Time what the data takes."""
+        return self
+
+    def __enter__(self) -> None:
+        self._entered = time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        waited = time.perf_counter() - self._entered
+        self._waited += waited
+        self._waited_told += waited
+
+    def speed(self, step: int, batch_size: int) -> dict[str, float]:
+        """Samples a second and the share of waiting since the last call."""
+        now = time.perf_counter()
+        passed = max(now - self._told, 1e-9)
+        steps = 1 if self._step < 0 else step - self._step
+        found = {
+            "samples_per_s": batch_size * steps / passed,
+            "data_wait_frac": self._waited_told / passed,
+        }
+        self._told, self._waited_told, self._step = now, 0.0, step
+        return found
+
+    def add_to(self, times: dict[str, float]) -> None:
+        """Add the time since the last call."""
+        now = time.perf_counter()
+        times["seconds"] += now - self._start
+        times["waited_s"] += self._waited
+        self._start, self._waited = now, 0.0
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Count a model's parameters, sharded or not.
+
+    Args:
+        model: Any.
+
+    Returns:
+        Tied ones once.
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def leave_group() -> None:
+    """Leave the process group of ``torchrun`` at the very end of a process."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,47 @@
+"""TensorBoard, W&B and Trackio through Accelerate; the JSON lines are written in any case."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from accelerate import Accelerator
+
+from levelhead.shapes import require_known
+
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
+"""Accelerate's name of a tracker, and what is imported and installed for it."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Refuse a tracker that does not exist or is not installed, before anything is trained.
+
+    Args:
+        names: As Accelerate calls them.
+
+    Raises:
+        ValueError: An unknown one.
+        ImportError: One that is not installed; the message holds the command.
+    """
+    for name in names:
+        require_known("tracker", name, TRACKERS)
+        if find_spec(TRACKERS[name]) is None:
+            raise ImportError(f"{name} is not installed: pip install {TRACKERS[name]}")
+
+
+def start_trackers(accelerator: Accelerator, project: str, config: Mapping[str, Any]) -> None:
+    """Open the accelerator's trackers and hand them the settings.
+
+    Args:
+        accelerator: Made with the trackers' names.
+        project: How they file the run.
+        config: Plain values; those inside others go by dotted names.
+    """
+    if accelerator.log_with:
+        accelerator.init_trackers(project, config=_simple("", config))
+
+
+def _simple(path: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        parts = [_simple(f"{path}.{key}".lstrip("."), inner) for key, inner in value.items()]
+        return {name: inner for part in parts for name, inner in part.items()}
+    return {path: value if isinstance(value, bool | int | float | str) else str(value)}

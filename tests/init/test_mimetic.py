@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import scipy.linalg
+import scipy.stats
 import torch
 
 from levelhead.init.blocks import split_heads
-from levelhead.init.mimetic import balanced_factors, mimetic_, mimetic_qk, mimetic_vo
+from levelhead.init.factors import balanced_factors, least_squares_queries
+from levelhead.init.mimetic import mimetic_, mimetic_qk, mimetic_vo
 
 
 def seeded(seed=3):
@@ -27,13 +30,70 @@ def wide(rows, columns):
 
 
 def test_each_query_key_product_is_the_best_approximation_of_its_target():
+    """The first target is the one drawn, every other one that target in other coordinates."""
     size, heads, head_dim = 31, 3, 7
     q, k = mimetic_qk(wide(size, 21), wide(size, 21), num_heads=heads, generator=seeded())
-    generator = seeded()
-    for q_head, k_head in zip(split_heads(q, heads), split_heads(k, heads), strict=True):
-        target = target_from(generator, size, 0.7, 0.7)
-        expected = best_approximation(target, head_dim)
-        torch.testing.assert_close(q_head @ k_head.mT, expected, atol=1e-7, rtol=0)
+    drawn = target_from(seeded(), size, 0.7, 0.7)
+    pairs = torch.cat([split_heads(q, heads), split_heads(k, heads)], dim=2)
+    turns = [turn_between(pairs[0], pair) for pair in pairs]
+    for turn, pair in zip(turns, pairs, strict=True):
+        query, key = pair.tensor_split(2, dim=1)
+        expected = best_approximation(turn @ drawn @ turn.mT, head_dim)
+        torch.testing.assert_close(query @ key.mT, expected, atol=1e-7, rtol=0)
+    first = best_approximation(drawn, head_dim)
+    torch.testing.assert_close(q[:, :7] @ k[:, :7].mT, first, atol=1e-7, rtol=0)
+    assert (q[:, 7:14] @ k[:, 7:14].mT - first).abs().max() > 0.1
+
+
+def turn_between(before, after):
+    """A rotation (or reflection) that takes the rows of one matrix to those of another."""
+    turn, _ = scipy.linalg.orthogonal_procrustes(before.mT.numpy(), after.mT.numpy())
+    return torch.from_numpy(turn.T)
+
+
+@pytest.mark.parametrize("sizes", [(11, 11), (11, 7), (7, 11), (5, 5)])
+def test_a_turned_head_has_the_law_of_a_head_of_its_own(sizes):
+    head_dim, count = 3, 400
+    ours = torch.stack([last_product(sizes, head_dim) for _ in range(count)])
+    theirs = torch.stack([own_product(sizes, head_dim, 0.7) for _ in range(count)])
+    weaker = torch.stack([own_product(sizes, head_dim, 0.5) for _ in range(count)])
+    statistics = {
+        "first": lambda m: m[:, 0, 0],
+        "beside": lambda m: m[:, 0, 1],
+        "below": lambda m: m[:, -1, 0],
+        "last": lambda m: m[:, -1, -1],
+        "trace": lambda m: m.diagonal(dim1=1, dim2=2).sum(1),
+        "norm": lambda m: m.flatten(1).norm(dim=1),
+        "symmetric": lambda m: m[:, 0, 2] * m[:, 2, 0],
+    }
+    for name, statistic in statistics.items():
+        test = scipy.stats.ks_2samp(statistic(ours), statistic(theirs))
+        assert test.pvalue > 1e-4, name  # 28 tests
+    norm = statistics["norm"]
+    assert scipy.stats.ks_2samp(norm(ours), norm(weaker)).pvalue < 1e-6
+
+
+def last_product(sizes, head_dim):
+    rows, columns = sizes
+    q, k = mimetic_qk(wide(rows, 2 * head_dim), wide(columns, 2 * head_dim), num_heads=2)
+    return q[:, head_dim:] @ k[:, head_dim:].mT
+
+
+def own_product(sizes, head_dim, noise):
+    gaussian = torch.randn(*sizes, dtype=torch.float64) / sizes[0] ** 0.5
+    return best_approximation(noise * gaussian + 0.7 * torch.eye(*sizes), head_dim)
+
+
+def test_heads_look_from_independent_directions():
+    size, heads = 61, 5
+    q, _ = mimetic_qk(wide(size, 35), wide(size, 35), num_heads=heads)
+    units = torch.nn.functional.normalize(split_heads(q, heads), dim=1)
+    across = torch.cat(
+        [(units[i].mT @ units[j]).flatten() for i in range(heads) for j in range(i)]
+    )
+    # Inner products of independent unit vectors have the law of one coordinate of such a vector.
+    law = scipy.stats.beta((size - 1) / 2, (size - 1) / 2, loc=-1, scale=2)
+    assert scipy.stats.kstest(across, law.cdf).pvalue > 1e-3
 
 
 def test_value_output_product_is_its_target_and_not_the_transpose():
@@ -81,14 +141,36 @@ def test_grouped_heads_follow_the_stated_rule():
     host = wide(size, heads * head_dim), wide(size, kv_heads * head_dim)
     q, k = mimetic_qk(*host, num_heads=heads, num_kv_heads=kv_heads, generator=seeded())
     queries = split_heads(q, heads).unflatten(0, (kv_heads, -1))
-    generator = seeded()
-    for group, key in zip(queries, split_heads(k, kv_heads), strict=True):
-        targets = [target_from(generator, size, 0.7, 0.7) for _ in group]
-        first = best_approximation(targets[0], head_dim)
-        torch.testing.assert_close(group[0] @ key.mT, first, atol=1e-7, rtol=0)
-        for query, target in zip(group, targets, strict=True):
-            solution = torch.linalg.lstsq(key, target.mT).solution.mT
-            torch.testing.assert_close(query, solution, atol=1e-6, rtol=0)
+    keys = split_heads(k, kv_heads)
+    first = best_approximation(target_from(seeded(), size, 0.7, 0.7), head_dim)
+    torch.testing.assert_close(queries[0, 0] @ keys[0].mT, first, atol=1e-7, rtol=0)
+    turn = turn_between(
+        torch.cat([queries[0, 0], keys[0]], 1), torch.cat([queries[1, 0], keys[1]], 1)
+    )
+    torch.testing.assert_close(
+        queries[1, 0] @ keys[1].mT, turn @ first @ turn.mT, atol=1e-7, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank"), [(23, 23, 5), (23, 17, 5), (13, 19, 7), (11, 5, 7)]
+)
+def test_the_other_queries_of_a_group_solve_for_targets_of_their_own(rows, columns, rank):
+    _, right = balanced_factors(torch.randn(rows, columns, dtype=torch.float64), rank, seeded())
+    queries = least_squares_queries(right, rows, 50, 0.7, 0.3, None)
+    identity = torch.eye(rows, columns, dtype=torch.float64)
+    seen = torch.from_numpy(scipy.linalg.orth(right.mT.numpy()))
+    noise = []
+    for query in queries:
+        gaussian = torch.randn(rows, columns, dtype=torch.float64) / rows**0.5
+        unseen = (0.7 * gaussian + 0.3 * identity) @ (torch.eye(columns) - seen @ seen.mT)
+        target = query @ right + unseen
+        solution = torch.from_numpy(np.linalg.lstsq(right.mT.numpy(), target.mT.numpy())[0]).mT
+        torch.testing.assert_close(query, solution, atol=1e-9, rtol=0)
+        noise.append((target - 0.3 * identity) / 0.7 * rows**0.5)
+    entries = torch.stack(noise)
+    assert scipy.stats.kstest(entries.flatten(), "norm").pvalue > 1e-3
+    assert scipy.stats.kstest((entries @ seen).flatten(), "norm").pvalue > 1e-3
 
 
 def test_grouped_values_and_outputs_come_from_one_factorisation():

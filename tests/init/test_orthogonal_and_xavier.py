@@ -1,9 +1,17 @@
 """Whole-matrix controls: semi-orthogonal and Xavier."""
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 
-from levelhead.init.orthogonal import orthogonal, orthogonal_, xavier, xavier_
+from levelhead.init.orthogonal import (
+    orthogonal,
+    orthogonal_,
+    uniform_orthogonal,
+    xavier,
+    xavier_,
+)
 
 
 @pytest.mark.parametrize("shape", [(96, 96), (64, 192), (192, 64), (1, 1)])
@@ -13,7 +21,54 @@ def test_the_shorter_side_is_orthonormal(shape):
     torch.testing.assert_close(gram, torch.eye(min(shape)).double(), atol=1e-6, rtol=0)
 
 
+def gaussian_behind(drawn):
+    """The Gaussian matrix that a factorisation by reflections would turn into the one drawn."""
+    whole, turn = np.zeros_like(drawn), np.eye(len(drawn))
+    for column, entries in enumerate(drawn.T):
+        whole[:, column] = turn @ entries
+        mirror = np.where(np.arange(len(drawn)) < column, 0.0, entries)
+        mirror[column] += np.copysign(np.linalg.norm(mirror), mirror[column])
+        turn = turn @ (np.eye(len(drawn)) - 2 * np.outer(mirror, mirror) / (mirror @ mirror))
+    return whole
+
+
+@pytest.mark.parametrize("shape", [(11, 5), (13, 13), (7, 1)])
+def test_the_matrix_is_the_sign_fixed_qr_factor_of_a_gaussian(shape):
+    drawn = torch.randn(shape, dtype=torch.float64)
+    factor, triangle = np.linalg.qr(gaussian_behind(drawn.numpy()))
+    expected = factor * np.sign(np.diag(triangle))
+    np.testing.assert_allclose(uniform_orthogonal(drawn).numpy(), expected, atol=1e-13)
+    if shape[0] > shape[1]:
+        wide = uniform_orthogonal(drawn.T.contiguous())
+        np.testing.assert_allclose(wide.numpy(), expected.T, atol=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (3, 3), (3, 5)])
+def test_even_a_draw_of_zeros_has_a_direction(shape):
+    shorter = uniform_orthogonal(torch.zeros(shape)).abs()
+    assert torch.equal(shorter, torch.eye(*shape))
+
+
 def test_orthogonal_is_uniform():
+    """Against scipy's, in statistics that see the signs, the columns and the eigenvalues."""
+    ours = np.stack([orthogonal(torch.empty(4, 4)).numpy() for _ in range(900)])
+    theirs = scipy.stats.ortho_group(4, seed=5).rvs(900)
+    statistics = {
+        "corner": lambda m: m[:, 0, 0],
+        "last": lambda m: m[:, 3, 3],
+        "above the diagonal": lambda m: m[:, 0, 3],
+        "trace": lambda m: np.trace(m, axis1=1, axis2=2),
+        "trace of the square": lambda m: np.trace(m @ m, axis1=1, axis2=2),
+        "determinant": lambda m: np.linalg.det(m).round(),
+    }
+    for name, statistic in statistics.items():
+        assert scipy.stats.ks_2samp(statistic(ours), statistic(theirs)).pvalue > 1e-3, name
+    unsigned, _ = np.linalg.qr(np.random.default_rng(1).standard_normal((900, 4, 4)))
+    trace = statistics["trace"]
+    assert scipy.stats.ks_2samp(trace(unsigned), trace(theirs)).pvalue < 1e-6
+
+
+def test_orthogonal_has_the_moments_of_the_uniform_law():
     # Under the uniform law E[tr W] = 0 and Var[tr W] = 1; without the sign rule the mean moves.
     traces = torch.stack([orthogonal(torch.empty(3, 3)).trace() for _ in range(600)])
     assert abs(traces.mean()) < 4 / 600**0.5

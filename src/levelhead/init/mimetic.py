@@ -14,7 +14,7 @@ from levelhead.init.blocks import (
     split_heads,
     standard_normal,
 )
-from levelhead.linalg import orthogonal_factor
+from levelhead.init.factors import balanced_factors, least_squares_queries, turned_factors
 from levelhead.shapes import require
 
 QK_NOISE, QK_IDENTITY = 0.7, 0.7
@@ -55,38 +55,6 @@ def mimetic_target(
     return target
 
 
-def balanced_factors(
-    target: Float[Tensor, "rows columns"], rank: int, generator: torch.Generator | None
-) -> tuple[Float[Tensor, "rows rank"], Float[Tensor, "rank columns"]]:
-    """Split a matrix into two factors of equal scale whose product is its best approximation.
-
-        target ~ U S V^T (truncated),    left = U S^(1/2),    right = S^(1/2) V^T
-
-    V comes from the eigenvectors of ``target^T target`` and ``U S = target V``, so the product is
-    the projection of the target on V whatever the rounding of S. A rank above the matrix' own is
-    filled by a random semi-orthogonal mixing, which leaves the product alone.
-
-    Args:
-        target: The matrix.
-        rank: Columns of the left factor.
-        generator: Random source of the mixing.
-
-    Returns:
-        Left and right factor.
-    """
-    own_rank = min(rank, *target.shape)
-    _, vectors = torch.linalg.eigh(target.mT @ target)
-    vectors = vectors[:, -own_rank:].flip(1)
-    image = target @ vectors
-    root = torch.linalg.vector_norm(image, dim=0).sqrt()
-    left = image / torch.where(root > 0, root, 1.0)
-    right = (vectors * root).mT
-    if rank == own_rank:
-        return left, right
-    mixing = orthogonal_factor(standard_normal((own_rank, rank), target, generator))
-    return left @ mixing, mixing.mT @ right
-
-
 @torch.no_grad()
 def mimetic_qk(
     q_weight: Float[Tensor, "E HD"],
@@ -102,9 +70,11 @@ def mimetic_qk(
 
         W_Q^h W_K^h^T ~ noise * Z_h + identity * I,    truncated to rank D
 
-    The truncation leaves a mean diagonal below ``identity`` (.12 for E = 768, D = 64). Under GQA
-    the key is the right factor of the first query head's target, and every other query head of
-    the group solves ``W_Q^h W_K^T ~ its own target`` by least squares.
+    The truncation leaves a mean diagonal below ``identity`` (.12 for E = 768, D = 64). One target
+    a layer is decomposed; the heads see its factors from independent random directions, which
+    gives each head the law of a target of its own (`turned_factors` says what heads share). Under
+    GQA the key is the right factor of the first query head's target, and every other query head
+    of the group solves ``W_Q^h W_K^T ~ its own target`` by least squares.
 
     Args:
         q_weight: Gives shape, dtype and device; not changed.
@@ -119,7 +89,8 @@ def mimetic_qk(
         New q and k weights in float32 (float64 where the host is).
 
     Source: Trockman and Kolter, Mimetic Initialization of Self-Attention Layers, ICML 2023, arXiv
-    2305.09828. Differs from it in: the rule for GQA is ours.
+    2305.09828. Differs from it in: one decomposition a layer instead of one a head, and the rule
+    for GQA, are ours.
     """
     num_kv_heads = check_grouping(num_heads, num_kv_heads)
     check_projection("q_weight", q_weight, num_heads, "num_heads")
@@ -128,14 +99,13 @@ def mimetic_qk(
     sizes = q_weight.shape[0], k_weight.shape[0]
     query_heads: list[Tensor] = []
     key_heads: list[Tensor] = []
-    for _ in range(num_kv_heads):
-        target = mimetic_target(*sizes, noise, identity, q_weight, generator)
-        left, right = balanced_factors(target, head_dim, generator)
-        query_heads.append(left)
+    target = mimetic_target(*sizes, noise, identity, q_weight, generator)
+    first = balanced_factors(target, head_dim, generator)
+    others = num_heads // num_kv_heads - 1
+    for left, right in turned_factors(*first, num_kv_heads, generator):
+        query_heads += [left]
+        query_heads += least_squares_queries(right, sizes[0], others, noise, identity, generator)
         key_heads.append(right.mT)
-        for _ in range(num_heads // num_kv_heads - 1):
-            target = mimetic_target(*sizes, noise, identity, q_weight, generator)
-            query_heads.append(target @ torch.linalg.pinv(right))
     return merge_heads(torch.stack(query_heads)), merge_heads(torch.stack(key_heads))
 
 

@@ -13,7 +13,39 @@ from levelhead.init.blocks import (
     split_heads,
     standard_normal,
 )
-from levelhead.linalg import orthogonal_factor
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+@torch.no_grad()
+def uniform_orthogonal(gaussian: Float[Tensor, "rows cols"]) -> Float[Tensor, "rows cols"]:
+    """Turn a Gaussian matrix into a uniformly distributed one with orthonormal columns.
+
+        Q = H_1 H_2 ... H_cols diag(+-1),    H_j maps the part of column j from row j on to +-e_j
+
+    The law is that of the sign-fixed QR factor of a Gaussian matrix without factorising one:
+    reflecting what is left of a Gaussian matrix leaves it Gaussian, so that the vectors the
+    factorisation would meet, one after the other, can be read off the columns as they are drawn.
+
+    Args:
+        gaussian: Independent N(0, 1) entries; those above the diagonal are not used.
+
+    Returns:
+        Orthonormal columns (rows, where wide) in the dtype of ``gaussian``, computed in float64.
+
+    Source: Stewart, The Efficient Generation of Random Orthogonal Matrices, SIAM J. Numer. Anal.
+    17, 1980; Mezzadri 2007, arXiv math-ph/0609050 (the signs).
+    """
+    is_wide = gaussian.shape[0] < gaussian.shape[1]
+    vectors = (gaussian.mT if is_wide else gaussian).to(torch.float64, copy=True).tril_()
+    first = vectors.diagonal()
+    first[first == 0] = TINY  # a vector of one entry could be zero and would have no direction
+    image = -torch.linalg.vector_norm(vectors, dim=0).copysign(first)
+    scales = 1 - first / image
+    vectors /= first - image
+    factor = torch.linalg.householder_product(vectors, scales)
+    factor *= image.sign()
+    return (factor.mT if is_wide else factor).to(gaussian.dtype)
 
 
 @torch.no_grad()
@@ -26,7 +58,7 @@ def orthogonal(
 ) -> Float[Tensor, "E HD"]:
     """A matrix whose head blocks are semi-orthogonal, independent and uniformly distributed.
 
-        W_h = gain * Q,    G = Q R,    G ~ N(0, 1),    diag(R) > 0,    so that Q^T Q = I_D
+        W_h = gain * Q,    Q^T Q = I_D,    Q in law the factor of G = Q R, G ~ N(0, 1), R_ii > 0
 
     Where a block is wider than it is tall, its rows are orthonormal instead. One head is the whole
     matrix.
@@ -46,8 +78,8 @@ def orthogonal(
     """
     check_projection("weight", weight, num_heads, "num_heads")
     drawn = standard_normal(tuple(weight.shape), weight, generator)
-    # Head by head: the factorisation works in float64, and one head at a time keeps that small.
-    blocks = torch.stack([orthogonal_factor(block) for block in split_heads(drawn, num_heads)])
+    # Head by head: the work is in float64, and one head at a time keeps that small.
+    blocks = torch.stack([uniform_orthogonal(block) for block in split_heads(drawn, num_heads)])
     return apply_gain(merge_heads(blocks), weight, gain)
 
 

@@ -60,9 +60,10 @@ def head_facts(weight: Float[Tensor, "E HD"], num_heads: int) -> HeadFacts:
     Returns:
         The facts; NaN throughout where the weight is not finite.
     """
-    blocks = split_heads(weight, num_heads).to(torch.float64)
-    tall = blocks if blocks.shape[1] >= blocks.shape[2] else blocks.mT
-    gram = tall.mT @ tall
+    # Head by head, so that only one head at a time is held in float64.
+    gram = torch.stack(
+        [_gram(block.to(torch.float64)) for block in split_heads(weight, num_heads)]
+    )
     spectrum = symmetric_eigenvalues(gram)
     largest, smallest = spectrum.values[:, 0], spectrum.values[:, -1]
     deficient = spectrum.rank < spectrum.values.shape[-1]
@@ -77,6 +78,12 @@ def head_facts(weight: Float[Tensor, "E HD"], num_heads: int) -> HeadFacts:
     )
 
 
+def _gram(block: Float[Tensor, "rows cols"]) -> Tensor:
+    """Inner products of the columns, of the rows where there are fewer."""
+    tall = block if block.shape[0] >= block.shape[1] else block.mT
+    return tall.mT @ tall
+
+
 def _residual(gram: Float[Tensor, "H D D"]) -> float:
     """Largest entry of ``|G / mean diagonal - I|``; NaN for a zero or non-finite matrix."""
     scaled = gram / gram.diagonal(dim1=1, dim2=2).mean()
@@ -86,7 +93,7 @@ def _residual(gram: Float[Tensor, "H D D"]) -> float:
 
 @torch.no_grad()
 def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D Eout"]) -> ProductFacts:
-    """Measure ``left @ right`` head by head without forming the products.
+    """Measure ``left @ right`` head by head, the products formed only where D is large.
 
         sum_ij (L R)_ij^2 = <L^T L, R R^T>,    (L R)_ii = sum_d L_id R_di
 
@@ -101,10 +108,18 @@ def product_facts(left: Float[Tensor, "H E D"], right: Float[Tensor, "H D Eout"]
     left, right = left.to(compute_dtype), right.to(compute_dtype)
     size = min(left.shape[1], right.shape[2])
     diagonal = (left[:, :size] * right.mT[:, :size]).sum(-1)
-    squares = ((left.mT @ left) * (right @ right.mT)).sum()
+    squares = _squares_of_products(left, right)
     others = left.shape[0] * left.shape[1] * right.shape[2] - diagonal.numel()
     rest = (squares - diagonal.square().sum()).clamp_min(0)
     return ProductFacts(float(diagonal.mean()), float((rest / max(others, 1)).sqrt()))
+
+
+def _squares_of_products(left: Tensor, right: Tensor) -> Tensor:
+    """Sum of the squared entries of ``left @ right``, by whichever form multiplies less."""
+    rows, rank, columns = left.shape[1], left.shape[2], right.shape[2]
+    if rows * columns < rank * (rows + columns):
+        return torch.linalg.vector_norm(left @ right).square()
+    return ((left.mT @ left) * (right @ right.mT)).sum()
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def write_checkpoint(
     place = folder / f"{STEP}{step:08d}"
     beside = folder / f".{place.name}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
-    _remove(beside)
+    for left in folder.glob(f".{STEP}*"):  # by a process that was killed
+        shutil.rmtree(left)
     try:
         beside.mkdir()
         for group, values in tensors.items():
@@ -240,7 +241,7 @@ def _described(path: Path) -> dict[str, Any]:
 def _remove(path: Path) -> None:
     """Take a folder out of sight before its files go, so that no half of it is ever seen."""
     if path.exists():
-        hidden = path.with_name(f".{path.name.lstrip('.')}.removed")
+        hidden = path.with_name(f".{path.name}.removed")
         shutil.rmtree(hidden, ignore_errors=True)
         path.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)

@@ -83,7 +83,8 @@ def train(
     """
     options = options or EngineOptions()
     check_trackers(options.trackers)
-    model = start_model(task, cell)
+    with forked_random():
+        model = start_model(task, cell)
     names = block_names(model) if options.shard else ()
     precision = task.settings.mixed_precision
     accelerator = make_accelerator(precision, options.trackers, folder, names)

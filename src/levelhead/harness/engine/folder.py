@@ -126,7 +126,7 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     task = config["settings"]["tasks"][0]
-    return _leaves("", task | {k: v for k, v in config["training"]["cell"].items() if k != "task"})
+    return _leaves("", task) | _leaves("cell", config["training"]["cell"])
 
 
 def _leaves(path: str, value: Any) -> dict[str, Any]:

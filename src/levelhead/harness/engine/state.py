@@ -35,6 +35,22 @@ def gathered(tensors: Mapping[str, Tensor], is_wanted: bool = True) -> Tensors:
     return found
 
 
+def fill_model(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write whole values into a model, sharded or not, bit by bit.
+
+    Args:
+        model: Its modules are told, as some of them start differently when nothing was loaded.
+        values: By the names of its state dict; the same on every rank.
+
+    Raises:
+        ValueError: Other names, shapes or dtypes.
+    """
+    targets = model.state_dict()
+    _check_fit(targets, values)
+    placed = {name: distribute_like(value, targets[name]) for name, value in values.items()}
+    model.load_state_dict(placed)
+
+
 @torch.no_grad()
 def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     """Write whole values into tensors, sharded or not, bit by bit.
@@ -46,17 +62,7 @@ def fill(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: Other names, shapes or dtypes.
     """
-    missing, unknown = sorted(set(targets) - set(values)), sorted(set(values) - set(targets))
-    other = [
-        name for name, target in targets.items()
-        if name in values
-        and (values[name].shape != target.shape or values[name].dtype != target.dtype)
-    ]  # fmt: skip
-    require(
-        not (missing or unknown or other),
-        "a checkpoint must hold the tensors of this model",
-        f"missing {missing[:3]}, unknown {unknown[:3]}, of another shape or dtype {other[:3]}",
-    )
+    _check_fit(targets, values)
     for name, target in targets.items():
         local_part(target).copy_(local_part(distribute_like(values[name], target)))
 
@@ -134,3 +140,17 @@ def fill_optimizer(
         for own, saved in zip(whole["param_groups"], groups, strict=True)
     ]
     optimizer.load_state_dict({"state": states, "param_groups": merged})
+
+
+def _check_fit(targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    missing, unknown = sorted(set(targets) - set(values)), sorted(set(values) - set(targets))
+    other = [
+        name for name, target in targets.items()
+        if name in values
+        and (values[name].shape != target.shape or values[name].dtype != target.dtype)
+    ]  # fmt: skip
+    require(
+        not (missing or unknown or other),
+        "a checkpoint must hold the tensors of this model",
+        f"missing {missing[:3]}, unknown {unknown[:3]}, of another shape or dtype {other[:3]}",
+    )

@@ -21,6 +21,7 @@ from levelhead.harness.engine.split import Split
 from levelhead.harness.engine.state import (
     Tensors,
     fill,
+    fill_model,
     fill_optimizer,
     gathered,
     optimizer_groups,
@@ -185,7 +186,7 @@ class ModelInTraining:
             ValueError: It is of another model or optimiser.
         """
         tensors, numbers = checkpoint.tensors, checkpoint.state["training"]
-        fill(self.module.state_dict(), tensors["model"])
+        fill_model(self.module, tensors["model"])
         fill_optimizer(self.module, self.raw_optimizer, tensors["optimizer"], numbers["optimizer"])
         own, came = self.average is not None, "average" in tensors
         require(own == came, "a checkpoint must hold an average where ema_decay is set", f"{came}")

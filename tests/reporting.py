@@ -5,6 +5,7 @@ import random
 
 from levelhead.diagnosis import Diagnosis, Finding, Record
 from levelhead.harness import compare as compare_module
+from levelhead.harness import step_times
 from levelhead.harness.config import CompareSettings
 from levelhead.harness.tasks import resolve_task
 
@@ -70,7 +71,7 @@ def real_run(folder, monkeypatch, steps=12, seeds=3):
         steps: Of each training.
         seeds: Paired ones.
     """
-    monkeypatch.setattr(compare_module, "TIMING_ROUNDS", 2)
+    monkeypatch.setattr(step_times, "TIMING_ROUNDS", 2)
     options = {"vit": {"embed_dim": 12, "num_heads": 2, "num_layers": 1}}
     task = resolve_task("digits", options, steps=steps)
     settings = CompareSettings(

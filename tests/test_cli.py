@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from levelhead import cli, exits
 from levelhead.commands import app, repeat_options, split_list
 from levelhead.harness import compare as compare_module
+from levelhead.harness import step_times
 from levelhead.variants import VARIANTS
 
 TINY = [
@@ -27,7 +28,7 @@ def run(monkeypatch, capsys, tmp_path):
     """Run a command line in an empty folder; exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LEVELHEAD_DEBUG", raising=False)
-    monkeypatch.setattr(compare_module, "TIMING_ROUNDS", 2)
+    monkeypatch.setattr(step_times, "TIMING_ROUNDS", 2)
 
     def call(*arguments):
         try:

@@ -38,7 +38,7 @@ def _common(
     """Stable, well-conditioned, visible attention for Transformers."""
 
 
-LIST_OPTIONS = ("--variants", "--inits", "--data")
+LIST_OPTIONS = ("--variants", "--inits", "--data", "--recipe", "--learning-rates")
 
 
 class ListCommand(TyperCommand):
@@ -123,6 +123,27 @@ def compare(
     learning_rate: Annotated[
         float | None, typer.Option(help="Peak learning rate, for all variants alike.")
     ] = None,
+    learning_rates: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Several peak learning rates: each variant and init is reported at its own best, "
+            "chosen by --selection-seeds on a part of the training data kept for it."
+        ),
+    ] = None,
+    selection_seeds: Annotated[
+        int, typer.Option(min=1, help="Seeds that choose among --learning-rates; never reported.")
+    ] = 2,
+    controls: Annotated[
+        bool,
+        typer.Option(
+            "--controls",
+            help="Add what tells conditioning from scale: conditioned(gain='match') beside "
+            "conditioned, strengths 0, 1 and 10 of spectral.",
+        ),
+    ] = False,
+    retries: Annotated[
+        int, typer.Option(min=0, help="How often a training whose process died is begun again.")
+    ] = 2,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run; default runs/<data>-<hash>.")
     ] = None,
@@ -136,22 +157,42 @@ def compare(
     Without arguments: a small ViT on handwritten digits and a small GPT on technical English, six
     variants, three seeds; no download. Finished trainings are kept in the run's folder: the same
     command goes on where it was stopped, and more seeds or variants only train what is missing.
+    Exit code 1 where a training died at every attempt; the table leaves it out and says so.
     """
     from levelhead.harness.config import DEFAULT_VARIANTS, CompareSettings
+    from levelhead.harness.controls import with_controls
     from levelhead.harness.show import show_summary, stdout_console
 
+    names = split_list(variants) or DEFAULT_VARIANTS, split_list(inits) or ("default",)
+    names = with_controls(*names) if controls else names
+    rates = split_list(learning_rates)
     overrides = {"steps": steps, "learning_rate": learning_rate}
     settings = CompareSettings(
         tasks=_resolve_tasks(split_list(data), model, overrides),
-        variants=split_list(variants) or DEFAULT_VARIANTS,
-        inits=split_list(inits) or ("default",),
+        variants=names[0],
+        inits=names[1],
         seeds=seeds,
+        learning_rates=tuple(_number("--learning-rates", rate) for rate in rates),
+        selection_seeds=selection_seeds,
     )
-    summary = _run_comparison(settings, out or settings.default_folder(), workers)
+    summary = _run_comparison(settings, out or settings.default_folder(), workers, retries)
     if as_json:
         print(json.dumps(summary, indent=2, allow_nan=False))
     else:
         show_summary(stdout_console(), summary)
+    _exit_unless(summary["num_unfinished"] == 0)
+
+
+def _exit_unless(well: bool) -> None:
+    if not well:
+        raise typer.Exit(FAILED)
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{option} must be numbers, got {text!r}") from None
 
 
 def _resolve_tasks(names: tuple[str, ...], model: str | None, overrides: dict[str, Any]) -> Any:
@@ -172,7 +213,9 @@ def _resolve_tasks(names: tuple[str, ...], model: str | None, overrides: dict[st
     return tasks
 
 
-def _run_comparison(settings: Any, folder: Path, workers: int | None) -> dict[str, Any]:
+def _run_comparison(
+    settings: Any, folder: Path, workers: int | None, retries: int
+) -> dict[str, Any]:
     from levelhead.harness.compare import compare as compare_grid
     from levelhead.harness.show import progress_bar
 
@@ -181,7 +224,7 @@ def _run_comparison(settings: Any, folder: Path, workers: int | None) -> dict[st
     again = shlex.join(["levelhead", *sys.argv[1:]])
     try:
         with progress_bar(console) as on_event:
-            return compare_grid(settings, folder, workers, on_event)
+            return compare_grid(settings, folder, workers, on_event, retries)
     except KeyboardInterrupt:
         _say(f"stopped; {kept}; go on with: {again}")
         raise typer.Exit(INTERRUPTED) from None

@@ -8,8 +8,9 @@ import yaml
 from rich.console import Console
 
 from levelhead.harness import compare as compare_module
-from levelhead.harness import workers
-from levelhead.harness.compare import compare, step_times
+from levelhead.harness import step_times, workers
+from levelhead.harness import summary as summary_module
+from levelhead.harness.compare import compare
 from levelhead.harness.config import DEFAULT_VARIANTS, Cell, CompareSettings, cells
 from levelhead.harness.reading import read_task
 from levelhead.harness.show import comparison_table
@@ -31,8 +32,8 @@ def tiny_settings(variants=("quest", "gate"), seeds=2, steps=3, **more) -> Compa
 
 @pytest.fixture(autouse=True)
 def _few_timing_rounds(monkeypatch):
-    monkeypatch.setattr(compare_module, "TIMING_ROUNDS", 2)
-    monkeypatch.setattr(compare_module, "TIMING_WARMUP", 1)
+    monkeypatch.setattr(step_times, "TIMING_ROUNDS", 2)
+    monkeypatch.setattr(step_times, "TIMING_WARMUP", 1)
 
 
 def test_a_row_is_the_mean_and_the_paired_difference_of_its_cells(tmp_path):
@@ -176,7 +177,7 @@ def test_inits_are_crossed_with_variants_and_measured_against_the_plain_start(tm
 
 def test_step_times_are_ratios_to_the_baseline():
     task = make_task(resolve_task("digits", TINY))
-    times = step_times(task, ["softmax", "quest"], rounds=3)
+    times = step_times.step_times(task, ["softmax", "quest"])
     assert times["softmax"]["ratio"] == 1.0
     assert times["quest"]["ratio_min"] <= times["quest"]["ratio"] <= times["quest"]["ratio_max"]
     assert times["quest"]["median_s"] > 0
@@ -208,7 +209,9 @@ def summary_of(values: dict[str, list], **more) -> dict:
         for seed, accuracy in enumerate(accuracies)
     }
     timing = {"ratio": 1.0, "ratio_min": 1.0, "ratio_max": 1.0, "median_s": 0.01}
-    return compare_module.summarise(task, settings, records, dict.fromkeys(values, timing))
+    timings = {"digits": dict.fromkeys(values, timing)}
+    (summed_up,) = summary_module.summarise({"digits": task}, settings, records, timings)
+    return summed_up
 
 
 def verdicts(summary) -> dict[str, str]:
@@ -235,9 +238,11 @@ def test_words_follow_the_interval():
         "precondition": "not judged",
     }
     text = "\n".join(summary["reading"])
-    assert "quest: better than softmax: +5.00 points (+4.75 to +5.25, n = 3)." in text
+    quest = "quest: better than softmax: +5.00 points (+4.75 to +5.25, bootstrap +4.90 to +5.10, n"
+    assert f"{quest} = 3)." in text
     assert "gate: no difference shown: -0.33 points" in text
-    assert "could not have shown" in text
+    could_show = summary["rows"][2]["difference"]["detectable"]
+    assert f"a true difference of {could_show:.2f} shows in 80% of such experiments" in text
     assert "precondition: +1.00 points in each of 3 pairs, so chance cannot be estimated" in text
     assert "3 seeds are few" in text
     assert "corrected for that (Holm): quest, spectral stand." in text
@@ -245,11 +250,11 @@ def test_words_follow_the_interval():
 
 def test_better_is_up_for_accuracy_and_down_for_bits():
     up = paired_difference([1.0, 1.1, 1.2])
-    assert compare_module.verdict(up, ImageClassification.metric) == "better"
-    assert compare_module.verdict(up, LanguageModelling.metric) == "worse"
+    assert summary_module.verdict(up, ImageClassification.metric) == "better"
+    assert summary_module.verdict(up, LanguageModelling.metric) == "worse"
     down = paired_difference([-1.0, -1.1, -1.2])
-    assert compare_module.verdict(down, ImageClassification.metric) == "worse"
-    assert compare_module.verdict(down, LanguageModelling.metric) == "better"
+    assert summary_module.verdict(down, ImageClassification.metric) == "worse"
+    assert summary_module.verdict(down, LanguageModelling.metric) == "better"
 
 
 def test_one_seed_claims_nothing():

@@ -18,6 +18,7 @@ from levelhead.variants import parse_variant
 BASELINE = "softmax"
 DEFAULT_VARIANTS = ("softmax", "quest", "affine", "gate", "spectral", "precondition")
 RUNS_FOLDER = Path("runs")
+FIRST_SELECTION_SEED = 1_000_000  # beyond every reported seed
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -139,23 +140,29 @@ Training = TaskSettings | TrainingSettings
 
 
 class CompareSettings(_Strict):
-    """A grid: every task with every variant, init and seed."""
+    """A grid: every task with every variant, init and seed, each at its own learning rate."""
 
-    tasks: Annotated[tuple[TaskSettings, ...], Field(min_length=1)]
+    tasks: Annotated[tuple[Training, ...], Field(min_length=1)]
     """What is trained."""
     variants: tuple[str, ...] = DEFAULT_VARIANTS
     """Variant strings in their canonical form; the baseline comes first."""
     inits: Annotated[tuple[str, ...], Field(min_length=1)] = ("default",)
     """Initialisers; the first one is the baseline's."""
-    seeds: Count = 3
+    seeds: Annotated[int, Field(ge=1, le=FIRST_SELECTION_SEED)] = 3
     """Number of seeds, 0 to ``seeds - 1``; each stands for one start and one order of the data."""
+    learning_rates: tuple[Positive, ...] = ()
+    """Tried by every task, variant and init, rising; none: each task's own rate for all."""
+    selection_seeds: Count = 2
+    """Number of further seeds that choose among several learning rates."""
 
     @model_validator(mode="before")
     @classmethod
-    def _baseline_first(cls, values: Any) -> Any:
+    def _in_one_form(cls, values: Any) -> Any:
         if isinstance(values, dict) and "variants" in values:
             names = [str(parse_variant(text)) for text in values["variants"]]
             values = values | {"variants": tuple(dict.fromkeys([BASELINE, *names]))}
+        if isinstance(values, dict) and "learning_rates" in values:
+            values = values | {"learning_rates": tuple(sorted(set(values["learning_rates"])))}
         return values
 
     @model_validator(mode="after")
@@ -168,7 +175,8 @@ class CompareSettings(_Strict):
     def default_folder(self) -> Path:
         """Return ``runs/<tasks>-<hash>``: the same tasks meet their finished cells again.
 
-        Variants, inits and seeds are left out of the hash, so that a grid can grow.
+        Variants, inits, seeds and learning rates are left out of the hash, so that a grid can
+        grow.
 
         Returns:
             A path relative to the working directory.
@@ -185,41 +193,110 @@ class Cell(_Strict):
     variant: str
     init: str
     seed: int
+    learning_rate: float | None = None
+    """None: the task's own."""
+    part: Literal["test", "validation"] = "test"
+    """What it is measured on; with ``"validation"`` that part is kept from its training."""
 
     @property
     def key(self) -> str:
         """One line that names the cell."""
-        return f"{self.task} | {self.variant} | {self.init} | seed {self.seed}"
+        parts = [self.task, self.variant, self.init, f"seed {self.seed}"]
+        parts += [] if self.learning_rate is None else [f"learning rate {self.learning_rate!r}"]
+        parts += [] if self.part == "test" else [self.part]
+        return " | ".join(parts)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Cell":
         """Read back which cell a record is of.
 
         Args:
-            record: A line of ``cells.jsonl``.
+            record: A line of ``cells.jsonl``; an old one may lack the newer fields.
 
         Returns:
             The cell.
         """
-        return cls(**{name: record[name] for name in cls.model_fields})
+        return cls(**{name: record[name] for name in cls.model_fields if name in record})
 
 
-def cells(settings: CompareSettings) -> list[Cell]:
-    """List the grid, all of one seed before the next: an interrupted run holds whole pairs.
+Row = tuple[str, str, str]
+"""Task, variant and init: what has one learning rate and one line of a table."""
+
+
+def rows(settings: CompareSettings) -> list[Row]:
+    """List what is compared, in the order of the tables.
 
     Args:
         settings: The grid.
 
     Returns:
-        Its cells in the order of training.
+        The names of task, variant and init.
     """
     return [
-        Cell(task=task.name, variant=variant, init=init, seed=seed)
-        for seed in range(settings.seeds)
+        (task.name, variant, init)
         for task in settings.tasks
         for init in settings.inits
         for variant in settings.variants
     ]
+
+
+def cells(
+    settings: CompareSettings, learning_rates: Mapping[Row, float | None] | None = None
+) -> list[Cell]:
+    """List the trainings whose results are reported.
+
+    All of one seed come before the next: an interrupted run holds whole pairs.
+
+    Args:
+        settings: The grid.
+        learning_rates: Of the rows that do not use their task's own.
+
+    Returns:
+        Its cells in the order of training.
+    """
+    rates = learning_rates or {}
+    return [
+        Cell(task=row[0], variant=row[1], init=row[2], seed=seed, learning_rate=rates.get(row))
+        for seed in range(settings.seeds)
+        for row in rows(settings)
+    ]
+
+
+def selection_cells(settings: CompareSettings) -> list[Cell]:
+    """List the trainings that choose a learning rate: other seeds, and a validation part.
+
+    Args:
+        settings: The grid.
+
+    Returns:
+        Every row at every rate, the same number for each; none where there is nothing to choose.
+    """
+    if len(settings.learning_rates) < 2:
+        return []
+    return [
+        Cell(
+            task=task, variant=variant, init=init, seed=FIRST_SELECTION_SEED + number,
+            learning_rate=cell_rate(settings, task, rate), part="validation",
+        )
+        for number in range(settings.selection_seeds)
+        for task, variant, init in rows(settings)
+        for rate in settings.learning_rates
+    ]  # fmt: skip
+
+
+def cell_rate(settings: CompareSettings, task: str, rate: float) -> float | None:
+    """Write a learning rate as cells do: None where it is the task's own.
+
+    Args:
+        settings: The grid.
+        task: Name of one of its tasks.
+        rate: The learning rate.
+
+    Returns:
+        The rate, or None.
+    """
+    (own,) = (known.learning_rate for known in settings.tasks if known.name == task)
+    return None if rate == own else rate
 
 
 def default_workers(num_cells: int) -> int:

@@ -2,6 +2,7 @@
 
     config.yaml   the settings and the machine
     cells.jsonl   one line for each finished training: final metrics, curves, versions
+    deaths.jsonl  one line for each training whose every attempt died; it is tried again
     timings.json  step times of all variants, measured in turn
     summary.json  the table and its reading, as of the last call
 
@@ -123,18 +124,19 @@ class RunFolder:
             for number, line in enumerate(kept.splitlines(), 1)
         ]
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Mapping[str, Any], name: str = "cells.jsonl") -> None:
         """Add a finished cell and wait until it is on the disk.
 
         Args:
             record: JSON values; NaN and infinity are refused.
+            name: The file, ``"deaths.jsonl"`` for a cell that did not finish.
 
         Raises:
             OSError: It could not be written; the lines before it are whole.
         """
         versions = {name: self.environment[name] for name in VERSIONS}
         line = json.dumps({**record, "versions": versions, "finished_at": _now()}, allow_nan=False)
-        path = self.path / "cells.jsonl"
+        path = self.path / name
         length = path.stat().st_size if path.exists() else 0
         try:
             with path.open("ab") as file:
@@ -275,9 +277,9 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _check_tasks(path: Path, before: list[dict], now: list[dict]) -> None:
-    old = {task_name(task["data"]): task for task in before}
+    old = {_name(task): task for task in before}
     for task in now:
-        name = task_name(task["data"])
+        name = _name(task)
         for key, value in task.items():
             past = old.get(name, task).get(key)
             require(
@@ -288,12 +290,21 @@ def _check_tasks(path: Path, before: list[dict], now: list[dict]) -> None:
             )
 
 
+def _name(task: Mapping[str, Any]) -> str:
+    return task.get("name") or task_name(task["data"])
+
+
 def _grown(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    known = {task_name(task["data"]) for task in before["tasks"]}
-    new = [task for task in now["tasks"] if task_name(task["data"]) not in known]
-    return {
-        "tasks": before["tasks"] + new,
-        "variants": list(dict.fromkeys([*before["variants"], *now["variants"]])),
-        "inits": list(dict.fromkeys([*before["inits"], *now["inits"]])),
-        "seeds": max(before["seeds"], now["seeds"]),
-    }
+    """Join two grids; the first may be older than some of the second's settings."""
+    known = {_name(task) for task in before["tasks"]}
+    new = [task for task in now["tasks"] if _name(task) not in known]
+    joined = {"tasks": before["tasks"] + new}
+    for key, value in now.items():
+        if key != "tasks":
+            past = before.get(key)
+            joined[key] = value if past is None else _joined(past, value)
+    return joined
+
+
+def _joined(past: Any, value: Any) -> Any:
+    return list(dict.fromkeys([*past, *value])) if isinstance(past, list) else max(past, value)

@@ -18,8 +18,16 @@ from rich.table import Table
 
 from levelhead.harness.compare import OnEvent
 from levelhead.harness.reading import counted, row_name
+from levelhead.harness.statistics import POWER
 
 PLAIN_WIDTH = 120  # columns where the output is not a terminal: no row is broken
+SHOWN_SHARE = 0.0005  # of the time: 0.1 % when rounded
+TABLE_WORDS = (
+    "95 % interval: paired t. p (Holm): paired t, corrected for all comparisons of the grid. "
+    f"could show: the smallest true difference that {POWER:.0%} of such experiments show. "
+    "step time: of a whole training step over softmax's, median of rounds that step every variant "
+    "in turn."
+)
 VERDICT_STYLES = {"better": "green", "worse": "red", "baseline": "dim"}
 
 
@@ -43,17 +51,24 @@ def progress_bar(console: Console) -> Iterator[OnEvent]:
         console=console,
     ) as progress:
         bar = progress.add_task("starting", total=None)
-        num_cells = 0
+        num_cells = num_deaths = 0
+
+        def said() -> str:
+            died = f", {num_deaths} died" if num_deaths else ""
+            return f"{counted(num_cells, 'training')} done{died}"
 
         def on_event(what: str, count: int) -> None:
-            nonlocal num_cells
+            nonlocal num_cells, num_deaths
             if what == "total":
                 progress.update(bar, total=count, description="training")
             elif what == "steps":
                 progress.advance(bar, count)
             elif what == "cells":
                 num_cells += count
-                progress.update(bar, description=f"{num_cells} trainings done")
+                progress.update(bar, description=said())
+            elif what == "deaths":
+                num_deaths += count
+                progress.update(bar, description=said())
             elif what == "timing":
                 progress.update(bar, description="timing steps, all variants in turn")
 
@@ -83,12 +98,39 @@ def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
             lines = textwrap.fill(f"- {sentence}", console.width, subsequent_indent="  ")
             console.print(lines, markup=False)
         console.print()
-    reused = summary["num_reused"]
+    console.print(_closing_words(summary), markup=False)
+
+
+def _closing_words(summary: Mapping[str, Any]) -> str:
+    reused, lost = summary["num_reused"], summary["num_unfinished"]
     again = f"; {reused} were there already (another --out starts afresh)" if reused else ""
-    console.print(
-        f"{summary['num_trained']} trainings done{again}. Settings, versions, seeds and curves: "
-        f"{summary['folder']}/",
-        markup=False,
+    lost_words = f"; {lost} died at every attempt (the same command tries again)" if lost else ""
+    spent = f"{time_words(summary['time'])}\n" if summary["num_trained"] else ""
+    return (
+        f"{spent}{counted(summary['num_trained'], 'training')} done{again}{lost_words}. "
+        f"Settings, versions, seeds and curves: {summary['folder']}/"
+    )
+
+
+def time_words(spent: Mapping[str, Any]) -> str:
+    """Say where the time went.
+
+    Args:
+        spent: The summary's ``"time"``.
+
+    Returns:
+        One line: the shares of all processes' time, the largest first.
+    """
+    budget = spent["wall_s"] * spent["workers"]
+    shares = sorted(spent["worker_s"].items(), key=lambda part: -part[1])
+    parts = [
+        f"{seconds / budget:.1%} {name.replace('_', ' ')}"
+        for name, seconds in shares
+        if seconds / budget >= SHOWN_SHARE
+    ]
+    return (
+        f"{spent['wall_s']:.0f} s with {counted(spent['workers'], 'training')} at a time: "
+        f"{', '.join(parts)}."
     )
 
 
@@ -102,39 +144,70 @@ def comparison_table(task: Mapping[str, Any]) -> Table:
         The table.
     """
     table = Table(
-        title=f"{task['task']}: {task['model']} with {task['num_params']:,} parameters, "
+        title=f"{task['task']}: {task['model']} with {_params(task)} parameters, "
         f"{counted(task['steps'], 'step')}, {counted(task['num_seeds'], 'paired seed')}",
         title_justify="left",
-        caption="95 % interval: paired t. step time: of a whole training step over softmax's, "
-        "median of rounds that step every variant in turn.",
+        caption=TABLE_WORDS,
         caption_justify="left",
     )
+    columns = _columns(task)
     table.add_column("variant", overflow="fold")  # on a narrow terminal cells break, none is cut
-    for heading in (task["label"], "vs softmax", "95 % interval", "n", "step time", "parameters"):
+    for heading in columns[0][1:-1]:
         table.add_column(heading, justify="right", overflow="fold")
     table.add_column("shown", overflow="fold")
-    for row in task["rows"]:
-        table.add_row(*_table_cells(row, task), style=VERDICT_STYLES.get(row["verdict"], ""))
+    for row, line in zip(task["rows"], columns[1:], strict=True):
+        table.add_row(*line, style=VERDICT_STYLES.get(row["shown"], ""))
     return table
+
+
+def _params(task: Mapping[str, Any]) -> str:
+    return "an unknown number of" if task["num_params"] is None else f"{task['num_params']:,}"
+
+
+def _columns(task: Mapping[str, Any]) -> list[list[str]]:
+    """The headings, then the cells of each row."""
+    headings = ["variant", task["label"], "vs\nsoftmax", "95 %\ninterval", "n", "p\n(Holm)",
+                "could\nshow", "step\ntime", "parameters", "shown"]  # fmt: skip
+    lines = [headings, *(_table_cells(row, task) for row in task["rows"])]
+    if any(row["selection"] for row in task["rows"]):
+        rates = ["learning\nrate", *(f"{row['learning_rate']:g}" for row in task["rows"])]
+        lines = [[*line[:-1], rate, line[-1]] for line, rate in zip(lines, rates, strict=True)]
+    if any(row["unfinished"] or row["retried"] for row in task["rows"]):
+        died = ["died", *map(_died, task["rows"])]
+        lines = [[*line[:-1], cell, line[-1]] for line, cell in zip(lines, died, strict=True)]
+    return lines
+
+
+def _died(row: Mapping[str, Any]) -> str:
+    """How many trainings were lost, and how many done again."""
+    lost, again = len(row["unfinished"]), len(row["retried"])
+    parts = [f"{lost} lost"] * bool(lost) + [f"{again} again"] * bool(again)
+    return ", ".join(parts)
 
 
 def _table_cells(row: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]:
     digits = task["digits"]
-    difference, interval, num_pairs = "", "", row["n"]
+    difference = interval = p_holm = could_show = ""
+    num_pairs = row["n"]
     if row["difference"]:
-        num_pairs = row["difference"]["n"]
-        difference = _number(row["difference"]["mean"], digits, "+")
-        ends = row["difference"]["t_interval"]
+        found = row["difference"]
+        num_pairs = found["n"]
+        difference = _number(found["mean"], digits, "+")
+        ends = found["t_interval"]
         interval = "-" if ends is None else f"{ends[0]:+.{digits}f} .. {ends[1]:+.{digits}f}"
+        p_holm = _number(found.get("p_holm"), 3)
+        could_show = _number(found["detectable"], digits)
     return [
         row_name(row, task),
         _number(row["mean"], digits),
         difference,
         interval,
         str(num_pairs),
+        p_holm,
+        could_show,
         f"{row['step_time_ratio']:.2f}",
         f"{row['params_added']:+,}" if row["params_added"] else "0",
-        row["verdict"],
+        row["shown"],
     ]
 
 

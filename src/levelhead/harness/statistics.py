@@ -149,9 +149,10 @@ def detectable_in_errors(n: int, power: float = POWER, confidence: float = CONFI
         estimate: with three pairs the true one is easily twice or half as large.
     """
     highest = 100 * float(stats.t.ppf((1 + confidence) / 2, n - 1))
-    return float(
-        optimize.brentq(lambda nc: paired_power(nc, n, confidence) - power, 0, highest, xtol=1e-6)
+    found: Any = optimize.brentq(
+        lambda errors: paired_power(errors, n, confidence) - power, 0, highest, xtol=1e-6
     )
+    return float(found)
 
 
 def bootstrap_interval(

@@ -1,79 +1,168 @@
 """Many trainings at once: processes with one thread each, stopped cleanly and never left behind.
 
 On models as small as the demo's, two processes with one thread beat one process with two. What
-trains is behind ``train_all``: another engine need only yield the same records.
+trains is behind ``train_all``: another engine, on many machines, need only yield the same results.
 """
 
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+import copy
+import time
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Event
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from levelhead.harness.config import Cell, TaskSettings, Training
+from levelhead.harness.processes import (
+    RETRIES,
+    OnSteps,
+    Report,
+    Result,
+    run_here,
+    run_in_processes,
+)
+from levelhead.harness.selection import held_out
 from levelhead.harness.tasks import Task, make_task
 from levelhead.harness.train import train_cell
 
-POLL_SECONDS = 0.2
-
 Job = tuple[Training, Cell]
-OnSteps = Callable[[int], None]
+NO_MEMORY = "can't allocate memory"  # what torch's CPU allocator says
 
 
-class Stopped(Exception):
-    """A worker was told to stop in the middle of a training."""
-
-
-def train_all(jobs: Sequence[Job], workers: int, on_steps: OnSteps) -> Iterator[dict[str, Any]]:
-    """Train cells, at most ``workers`` at a time, and yield each record as it is done.
+def train_all(
+    jobs: Sequence[Job], workers: int, on_steps: OnSteps, retries: int = RETRIES
+) -> Iterator[Result]:
+    """Train cells, at most ``workers`` at a time, and yield each result as it is there.
 
     Args:
         jobs: Settings and cell of each training.
-        workers: Number of processes; 1 trains in this one.
+        workers: Number of processes; 1 trains in this one, whose death nothing survives.
         on_steps: Told how many more steps have been done, a few times a second.
+        retries: How often a training whose process died is begun again.
 
     Yields:
-        The records, in the order of finishing.
+        One result a job, in the order of ending: its value is the record, or None where every
+        attempt died.
     """
     if workers == 1:
-        for settings, cell in jobs:
-            yield train_cell(_task(settings), cell, lambda: on_steps(1))
+        yield from run_here(jobs, train_job, on_steps, retries)
     else:
-        yield from _train_in_processes(jobs, workers, on_steps)
+        yield from run_in_processes(jobs, train_job, workers, on_steps, retries)
 
 
-def _train_in_processes(
-    jobs: Sequence[Job], workers: int, on_steps: OnSteps
-) -> Iterator[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")  # a forked torch may deadlock in its threads
-    stop, counter = context.Event(), context.Value("q", 0)
-    pool = ProcessPoolExecutor(workers, context, _start_worker, (stop, counter))
-    counted = 0
+def train_job(job: Job, report: Report) -> dict[str, Any]:
+    """Train one cell on one thread.
+
+    Args:
+        job: Settings and cell.
+        report: Called after each step.
+
+    Returns:
+        The cell's record, with ``clock_s``: the seconds of ``data`` (loading it), ``training``,
+        ``evaluation`` and ``building`` (all else: the model, its start, a look at its attention).
+
+    Raises:
+        MemoryError: There is not enough of it.
+        RuntimeError: Anything else that torch complains of.
+    """
+    settings, cell = job
+    begun = time.perf_counter()
+    task = Clocked(task_of_cell(loaded_task(settings), cell))
+    loaded = time.perf_counter()
+
+    def step_done() -> None:
+        task.step_done()
+        report()
+
     try:
-        with _interrupts_ignored():  # the children inherit it
-            pending = {pool.submit(_train_job, job) for job in jobs}
-        while pending:
-            done, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-            on_steps(counter.value - counted)
-            counted = counter.value
-            for future in done:
-                yield future.result()
-        on_steps(counter.value - counted)
-    except BrokenProcessPool as broken:
-        raise RuntimeError(
-            "a training process died (killed, or out of memory?); what is finished is kept: "
-            "the same command goes on, --workers 1 needs the least memory"
-        ) from broken
-    finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        record = train_cell(cast(Task, task), cell, step_done)
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)):
+            raise
+        raise MemoryError(str(error)) from error
+    clock = {"data": loaded - begun, **task.clock_s(time.perf_counter() - loaded)}
+    return record | {"clock_s": {name: round(seconds, 3) for name, seconds in clock.items()}}
+
+
+class Clocked:
+    """A task that notes when its training began and how long its evaluations took.
+
+    Args:
+        task: Does the work.
+    """
+
+    def __init__(self, task: Task):
+        self._task = task
+        self._evaluation_s = 0.0
+        self._begun = self._last_step = time.perf_counter()
+        self._evaluation_s_at_last_step = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def batches(self, seed: int, start_step: int = 0) -> Iterator[Any]:
+        """Give batches; the last call is the training's, and begins it.
+
+        Args:
+            seed: Of their order.
+            start_step: The first step wanted.
+
+        Returns:
+            What the task returns.
+        """
+        self._begun = self._last_step = time.perf_counter()
+        return self._task.batches(seed, start_step)
+
+    def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
+        """Evaluate, with a look at the clock before and after.
+
+        Args:
+            model: To be measured.
+
+        Returns:
+            What the task returns.
+        """
+        begun = time.perf_counter()
+        measured = self._task.evaluate(model)
+        self._evaluation_s += time.perf_counter() - begun
+        return measured
+
+    def step_done(self) -> None:
+        """Note that a training step has ended."""
+        self._last_step = time.perf_counter()
+        self._evaluation_s_at_last_step = self._evaluation_s
+
+    def clock_s(self, total_s: float) -> dict[str, float]:
+        """Split a training's seconds.
+
+        Args:
+            total_s: From before the model was built to after the last evaluation.
+
+        Returns:
+            Seconds of ``training``, ``evaluation`` and ``building``; their sum is the total.
+        """
+        training = self._last_step - self._begun - self._evaluation_s_at_last_step
+        building = total_s - training - self._evaluation_s
+        return {"training": training, "evaluation": self._evaluation_s, "building": building}
+
+
+def task_of_cell(task: Task, cell: Cell) -> Task:
+    """Give a task the learning rate and the part of the data that a cell is about.
+
+    Args:
+        task: With the learning rate of its own, measured on the test data.
+        cell: May ask for another rate, and for the validation part.
+
+    Returns:
+        The task itself where the cell asks for nothing else.
+    """
+    if cell.part == "validation":
+        task = held_out(task)
+    if cell.learning_rate is not None:
+        task = copy.copy(task)
+        changed = {"learning_rate": cell.learning_rate}
+        task.settings = task.settings.model_copy(update=changed)  # pyright: ignore
+    return task
 
 
 @lru_cache(maxsize=4)
@@ -81,51 +170,13 @@ def _loaded(settings_json: str) -> Task:
     return make_task(TaskSettings.model_validate_json(settings_json))
 
 
-def _task(settings: Training) -> Task:
+def loaded_task(settings: Training) -> Task:
+    """Make a task, or take the one that this process has made of the same settings before.
+
+    Args:
+        settings: What to train.
+
+    Returns:
+        The task, its data loaded.
+    """
     return _loaded(settings.model_dump_json())
-
-
-# What the parent handed to this worker process at its start.
-_from_parent: dict[str, Any] = {}
-
-
-def _start_worker(stop: Event, counter: "Synchronized[int]") -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    _from_parent.update(stop=stop, counter=counter)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Leave when the parent is gone, however it went: nobody would take the results."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _train_job(job: Job) -> dict[str, Any]:
-    settings, cell = job
-    return train_cell(_task(settings), cell, _count_step)
-
-
-def _count_step() -> None:
-    if _from_parent["stop"].is_set():
-        raise Stopped
-    counter = _from_parent["counter"]
-    with counter.get_lock():
-        counter.value += 1
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment, so that processes started in it do so for good."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)

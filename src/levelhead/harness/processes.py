@@ -1,0 +1,329 @@
+"""Work in processes that may die: a job is tried again, and one that never finishes is said so.
+
+Each process has a pipe of its own and shares no lock with anybody, so that killing one at any
+moment stops nobody else. The parent hands out one job at a time. Where the system can, processes
+are copies of one server that has imported everything once and has run nothing yet.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+RETRIES = 2  # a job is begun at most three times
+REPORT_SECONDS = 0.2  # a process says how far it is, and hears whether to stop, this often
+STOP_SECONDS = 10.0  # then it is killed
+
+Report = Callable[[], None]
+"""Called by the work after each step; what it raises stops the work."""
+Work = Callable[[Any, Report], Any]
+"""Takes a job and a report; importable by name, as the processes start afresh."""
+OnSteps = Callable[[int], None]
+
+
+class Stopped(Exception):
+    """The parent wants no more, or is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How the attempts at one job ended.
+
+    Attributes:
+        job: The job.
+        value: What the work returned; None where no attempt came to its end.
+        deaths: Why each attempt before it ended early, in words.
+        start_s: Seconds that the process took to start, where this was its first job; else 0.
+    """
+
+    job: Any
+    value: Any = None
+    deaths: tuple[str, ...] = ()
+    start_s: float = 0.0
+
+
+def run_here(
+    jobs: Sequence[Any], work: Work, on_steps: OnSteps, retries: int = RETRIES
+) -> Iterator[Result]:
+    """Do jobs one after the other in this process: only lack of memory is survived.
+
+    Args:
+        jobs: What to do.
+        work: How.
+        on_steps: Told of each step.
+        retries: How often a job that ran out of memory is begun again.
+
+    Yields:
+        One result a job, in order.
+    """
+    for job in jobs:
+        deaths: list[str] = []
+        while len(deaths) <= retries:
+            num_steps = 0
+
+            def report() -> None:
+                nonlocal num_steps
+                num_steps += 1
+                on_steps(1)
+
+            try:
+                value = work(job, report)
+            except MemoryError as error:
+                on_steps(-num_steps)
+                deaths.append(_out_of_memory(error))
+                continue
+            yield Result(job=job, value=value, deaths=tuple(deaths))
+            break
+        else:
+            yield Result(job=job, deaths=tuple(deaths))
+
+
+def run_in_processes(
+    jobs: Sequence[Any], work: Work, processes: int, on_steps: OnSteps, retries: int = RETRIES
+) -> Iterator[Result]:
+    """Do jobs side by side; a process that dies is replaced and its job put at the end.
+
+    Args:
+        jobs: What to do; picklable.
+        work: How; importable by name.
+        processes: How many at a time.
+        on_steps: Told how many more steps have been done, a few times a second; steps that died
+            with their process are taken back (a negative number).
+        retries: How often a job whose process died is begun again.
+
+    Yields:
+        One result a job, in the order of ending.
+
+    Raises:
+        RuntimeError: Processes die before they can take a job, more often than ``retries``.
+        Exception: What the work raised, other than ``MemoryError``.
+    """
+    crew = _Crew(work, processes, on_steps, retries)
+    crew.waiting.extend(_Attempts(job) for job in jobs)
+    try:
+        for _ in jobs:
+            yield crew.next_result()
+    finally:
+        crew.dismiss()
+
+
+@dataclass
+class _Attempts:
+    job: Any
+    deaths: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: Any
+    connection: Connection
+    started: float = field(default_factory=time.perf_counter)
+    start_s: float | None = None  # None: not ready yet
+    attempts: _Attempts | None = None
+    num_steps: int = 0
+
+    def give(self, attempts: _Attempts) -> None:
+        """Begin a job; a process that has just died is found out when it is read from."""
+        self.attempts, self.num_steps = attempts, 0
+        with suppress(OSError):
+            self.connection.send(attempts.job)
+
+    def receive(self) -> tuple[str, Any]:
+        """Take one message; the end of the pipe is the message of a death."""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return "died", _cause(self.process.exitcode)
+
+
+class _Crew:
+    """The processes, and the jobs that wait for them."""
+
+    def __init__(self, work: Work, processes: int, on_steps: OnSteps, retries: int):
+        self.work, self.size, self.on_steps, self.retries = work, processes, on_steps, retries
+        self.waiting: deque[_Attempts] = deque()
+        self.workers: list[_Worker] = []
+        self.failed_starts: list[str] = []
+
+    def next_result(self) -> Result:
+        while True:
+            self._staff()
+            for connection in wait([worker.connection for worker in self.workers]):
+                worker = next(w for w in self.workers if w.connection is connection)
+                result = self._hear(worker, *worker.receive())
+                if result is not None:
+                    return result
+
+    def _staff(self) -> None:
+        """Give idle processes what waits, and start as many as there is still work for."""
+        for worker in self.workers:
+            if self.waiting and worker.start_s is not None and worker.attempts is None:
+                worker.give(self.waiting.popleft())
+        unready = sum(worker.start_s is None for worker in self.workers)
+        wanted = min(self.size - len(self.workers), len(self.waiting) - unready)
+        self.workers += [_start(self.work) for _ in range(wanted)]
+
+    def _hear(self, worker: _Worker, what: str, content: Any) -> Result | None:
+        match what:
+            case "ready":
+                worker.start_s = time.perf_counter() - worker.started
+                self.failed_starts.clear()
+            case "steps":
+                worker.num_steps += content
+                self.on_steps(content)
+            case "done":
+                return self._done(worker, content)
+            case "died":
+                return self._died(worker, content)
+            case _:
+                error, remote = content
+                raise error from RuntimeError(f"in a worker process:\n{remote}")
+        return None
+
+    def _done(self, worker: _Worker, value: Any) -> Result:
+        attempts, start_s = worker.attempts, worker.start_s
+        assert attempts is not None
+        assert start_s is not None
+        worker.attempts, worker.start_s = None, 0.0
+        deaths = tuple(attempts.deaths)
+        return Result(job=attempts.job, value=value, deaths=deaths, start_s=start_s)
+
+    def _died(self, worker: _Worker, cause: str) -> Result | None:
+        self.workers.remove(worker)
+        worker.connection.close()
+        attempts = worker.attempts
+        if attempts is None:
+            self._failed_start(worker, cause)
+            return None
+        self.on_steps(-worker.num_steps)
+        attempts.deaths.append(cause)
+        if len(attempts.deaths) > self.retries:
+            return Result(job=attempts.job, deaths=tuple(attempts.deaths))
+        self.waiting.append(attempts)
+        return None
+
+    def _failed_start(self, worker: _Worker, cause: str) -> None:
+        if worker.start_s is not None:
+            return  # it had started, and held no job
+        self.failed_starts.append(cause)
+        if len(self.failed_starts) > self.retries:
+            raise RuntimeError(
+                f"no worker process can start: {'; '.join(self.failed_starts)}; what is finished "
+                "is kept: the same command goes on, --workers 1 starts none"
+            )
+
+    def dismiss(self) -> None:
+        """End every process: idle ones at once, others at their next step, the rest by force."""
+        for worker in self.workers:
+            worker.connection.close()
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self.workers.clear()
+
+
+def _start(work: Work) -> _Worker:
+    # Never a copy of this process: a torch that has computed may deadlock in its threads.
+    servable = "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if servable else "spawn")
+    context.set_forkserver_preload([__name__, work.__module__])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, work))
+    with _interrupts_ignored():  # the child inherits it
+        process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _serve(connection: Connection, work: Work) -> None:
+    """Live as a worker process: take jobs until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a server resets it
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with suppress(EOFError, OSError, Stopped):
+        connection.send(("ready", None))
+        while True:
+            job = connection.recv()
+            message = _attempt(job, work, _reporter(connection))
+            connection.send(message)
+            if message[0] == "died":
+                return  # with it goes whatever memory is left behind
+
+
+def _attempt(job: Any, work: Work, report: Report) -> tuple[str, Any]:
+    try:
+        return "done", work(job, report)
+    except Stopped:
+        raise
+    except MemoryError as error:
+        return "died", _out_of_memory(error)
+    except Exception as error:
+        return "raised", (_picklable(error), traceback.format_exc())
+
+
+def _reporter(connection: Connection) -> Report:
+    num_steps, last = 0, time.monotonic()
+
+    def report() -> None:
+        nonlocal num_steps, last
+        num_steps += 1
+        if time.monotonic() - last >= REPORT_SECONDS:
+            if connection.poll():  # between jobs the parent says nothing but goodbye
+                raise Stopped
+            connection.send(("steps", num_steps))
+            num_steps, last = 0, time.monotonic()
+
+    return report
+
+
+def _end_with_parent() -> None:
+    """Leave when the parent is gone, however it went: nobody would take the results."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _out_of_memory(error: MemoryError) -> str:
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"out of memory: {first_line:.200}".rstrip(": ")
+
+
+def _cause(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C for a moment, so that processes started in it do so for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,139 @@
+"""A process that dies takes nothing with it but its own attempt."""
+
+import multiprocessing
+import os
+import time
+
+import pytest
+
+import dying
+from levelhead.harness import processes
+from levelhead.harness.processes import run_here, run_in_processes
+
+
+def attempts(folder, name):
+    return len(list(folder.glob(f"{name}-*")))
+
+
+@pytest.fixture(scope="module")
+def after_deaths(tmp_path_factory):
+    """One crew of two, six jobs: two are well, others are killed, exit, lack memory."""
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = [
+        ("well", folder, "kill", 0),
+        ("once", folder, "kill", 1),
+        ("always", folder, "kill", 99),
+        ("exits", folder, "exit", 1),
+        ("hungry", folder, "memory", 2),
+        ("last", folder, "kill", 0),
+    ]
+    steps = []
+    results = run_in_processes(jobs, dying.marked, 2, steps.append, retries=2)
+    return folder, {result.job[0]: result for result in results}, steps
+
+
+def test_a_killed_worker_is_replaced_and_its_job_done_again(after_deaths):
+    folder, results, _ = after_deaths
+    assert results["once"].value == "once"
+    assert results["once"].deaths == ("killed by SIGKILL (out of memory?)",)
+    assert attempts(folder, "once") == 2
+
+
+def test_a_job_that_always_dies_is_given_up_after_the_stated_retries(after_deaths):
+    folder, results, _ = after_deaths
+    assert results["always"].value is None
+    assert results["always"].deaths == ("killed by SIGKILL (out of memory?)",) * 3
+    assert attempts(folder, "always") == 3
+
+
+def test_other_ends_are_told_apart(after_deaths):
+    folder, results, _ = after_deaths
+    assert results["exits"].deaths == ("exited with code 7",)
+    assert results["hungry"].deaths == ("out of memory: cannot allocate 7 bytes",) * 2
+    assert (results["exits"].value, results["hungry"].value) == ("exits", "hungry")
+
+
+def test_the_other_jobs_are_done_once(after_deaths):
+    folder, results, _ = after_deaths
+    assert len(results) == 6
+    for name in ("well", "last"):
+        assert (results[name].value, results[name].deaths) == (name, ())
+        assert attempts(folder, name) == 1
+
+
+def test_nobody_is_left(after_deaths):
+    assert not multiprocessing.active_children()
+
+
+def test_starting_a_process_is_counted_with_its_first_job_alone(after_deaths):
+    _, results, _ = after_deaths
+    started = [result for result in results.values() if result.start_s > 0]
+    assert 2 <= len(started) < len(results)  # two of the crew; those that replaced the dead ones
+
+
+@pytest.mark.parametrize("how", ["wrong", "unpicklable"])
+def test_what_the_work_raises_is_raised_here(tmp_path, how):
+    expected = {"wrong": ValueError, "unpicklable": RuntimeError}[how]
+    words = {"wrong": "the work is wrong", "unpicklable": "Unpicklable: two parts"}[how]
+    job = ("one", tmp_path, how, 1)
+    with pytest.raises(expected, match=words) as caught:
+        list(run_in_processes([job], dying.marked, 1, lambda steps: None))
+    assert "in _go_wrong" in str(caught.value.__cause__)
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_attempts_steps_are_taken_back(tmp_path, monkeypatch):
+    """The sum of what ``on_steps`` hears is the steps that count."""
+    counted = []
+
+    def kill_the_first_to_report(steps):
+        counted.append(steps)
+        if len(counted) == 1:
+            (child,) = multiprocessing.active_children()
+            child.kill()
+        elif sum(counted) > 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(run_in_processes([tmp_path], dying.endless, 1, kill_the_first_to_report))
+    assert len(list(tmp_path.glob("pid-*"))) == 2
+    back = counted.index(min(counted))
+    assert counted[back] == -sum(counted[:back]) < 0
+
+
+def test_whoever_stops_listening_ends_the_processes(tmp_path):
+    pids = []
+
+    def stop_at_the_second(steps):
+        pids.append(steps)
+        if len(pids) == 2:
+            raise KeyboardInterrupt
+
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        list(run_in_processes([tmp_path] * 2, dying.endless, 2, stop_at_the_second))
+    assert not multiprocessing.active_children()
+    assert time.monotonic() - started < processes.STOP_SECONDS + 60
+
+
+def test_processes_that_cannot_start_are_an_error_and_no_loop(monkeypatch):
+    monkeypatch.setattr(processes, "_serve", os._exit)  # its argument is no code: it raises
+
+    def start_badly(work):
+        return real_start(os.getpid)
+
+    real_start = processes._start
+    monkeypatch.setattr(processes, "_start", start_badly)
+    with pytest.raises(RuntimeError, match=r"no worker process can start: exited with code 1;"):
+        list(run_in_processes([1], dying.marked, 1, lambda steps: None, retries=1))
+
+
+def test_here_lack_of_memory_is_survived_and_all_else_is_raised(tmp_path):
+    steps = []
+    jobs = [("hungry", tmp_path, "memory", 1), ("starved", tmp_path, "memory", 99)]
+    hungry, starved = run_here(jobs, dying.marked, steps.append, retries=2)
+    assert (hungry.value, len(hungry.deaths)) == ("hungry", 1)
+    assert (starved.value, len(starved.deaths)) == (None, 3)
+    assert sum(steps) == 1
+    with pytest.raises(ValueError, match="the work is wrong"):
+        list(run_here([("one", tmp_path, "wrong", 1)], dying.marked, steps.append))

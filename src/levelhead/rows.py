@@ -1,5 +1,6 @@
 """Rows brought to unit length: the one operation QUEST, q/k norms and preconditioning share."""
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -32,17 +33,77 @@ def inverse_row_norm(
     return inverse.masked_fill(is_zero, 0.0)
 
 
-def unit_rows(rows: Float[Tensor, "*batch D"], eps: float = ROW_EPS) -> Float[Tensor, "*batch D"]:
-    """Divide each row by its 2-norm.
+def unit_rows(
+    rows: Float[Tensor, "*batch D"],
+    eps: float = ROW_EPS,
+    factor: Float[Tensor, "*#batch 1"] | None = None,
+) -> Float[Tensor, "*batch D"]:
+    """Divide each row by its 2-norm, and multiply it by a factor of its own.
 
-        unit = row / max(||row||_2, eps)
+        unit = factor * row / max(||row||_2, eps)
 
     Args:
         rows: Rows along the last axis.
         eps: Smallest norm divided by; positive.
+        factor: Length the rows shall have, broadcast to them; one unless given.
 
     Returns:
-        Rows of norm one (less for rows shorter than ``eps``, zero for zero rows), same dtype;
-        the norm is computed in float32 or wider.
+        Rows as long as ``factor`` (less for rows shorter than ``eps``, zero for zero rows), same
+        dtype; the norm is computed in float32 or wider.
     """
-    return (rows * inverse_row_norm(rows, eps)).to(rows.dtype)
+    if _is_traced():
+        inverse = inverse_row_norm(rows, eps)
+        return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+    return _UnitRows.apply(rows, eps, factor)
+
+
+def _is_traced() -> bool:
+    """Whether a compiler fuses the plain form itself, or ``torch.func`` looks into it."""
+    transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
+    return torch.compiler.is_compiling() or transforms()
+
+
+class _UnitRows(torch.autograd.Function):
+    """The same, with a gradient in half the passes over memory.
+
+        grad_rows = factor * inverse * (grad - inverse^2 <grad, rows> rows)
+        grad_factor = inverse <grad, rows>
+
+    A row shorter than ``eps`` has a constant ``inverse``: its second term is zero.
+    """
+
+    @staticmethod
+    def forward(ctx, rows, eps, factor):
+        compute_dtype = at_least_float32(rows.dtype)
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=compute_dtype)
+        inverse = norm.clamp_min(eps).reciprocal_().mul_(norm != 0)
+        ctx.eps = eps
+        ctx.save_for_backward(rows, inverse, norm > eps, factor)
+        ctx.save_for_forward(rows, inverse, norm > eps, factor)
+        return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        rows, inverse, is_longer, factor = ctx.saved_tensors
+        wide = grads[0].to(inverse.dtype)
+        if torch.is_grad_enabled():  # the gradient shall have a gradient
+            inverse = inverse_row_norm(rows, ctx.eps)
+        along = torch.linalg.vecdot(wide, rows.to(inverse.dtype)).unsqueeze(-1) * inverse
+        size = inverse if factor is None else inverse * factor
+        grad_rows = torch.addcmul(wide, rows, along * inverse * is_longer, value=-1) * size
+        grad_factor = None
+        if factor is not None:
+            grad_factor = along.sum_to_size(factor.shape).to(factor.dtype)
+        return grad_rows.to(rows.dtype), None, grad_factor
+
+    @staticmethod
+    def jvp(ctx, tangent, _, factor_tangent):
+        rows, inverse, is_longer, factor = ctx.saved_tensors
+        wide = torch.zeros_like(rows) if tangent is None else tangent
+        along = (wide * rows).sum(dim=-1, keepdim=True) * inverse
+        moved = (wide - rows * (along * inverse * is_longer)) * inverse
+        if factor is not None:
+            moved = moved * factor
+        if factor_tangent is not None:
+            moved = moved + rows * inverse * factor_tangent
+        return moved.to(rows.dtype)

@@ -6,7 +6,12 @@ from torch import Tensor, nn
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.rows import ROW_EPS, unit_rows
 from levelhead.shapes import require
-from levelhead.stages.scores import cap_scores, normalize_keys, scale_dimensions, scale_heads
+from levelhead.stages.scores import (
+    cap_scores,
+    normalize_and_scale_heads,
+    normalize_keys,
+    scale_dimensions,
+)
 
 
 class DotProduct(Part):
@@ -78,7 +83,7 @@ class QueryKeyNormHeadScale(QueryKeyNorm):
         nn.init.constant_(self.head_scale, self.start)
 
     def prepare_query(self, query: Tensor) -> Tensor:
-        return scale_heads(super().prepare_query(query), self.head_scale)
+        return normalize_and_scale_heads(query, self.head_scale, self.eps)
 
 
 class QueryKeyNormDimensionScale(QueryKeyNorm):

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.rows import ROW_EPS, inverse_row_norm
+from levelhead.rows import ROW_EPS, inverse_row_norm, unit_rows
 
 
 def equilibrate_rows(
@@ -28,8 +28,9 @@ def equilibrate_rows(
 
     Source: Saratchandran 2026, arXiv 2603.27153, best reading (METHODS 4).
     """
-    inverse = inverse_row_norm(attn_output.detach() if detach else attn_output, eps)
-    return (attn_output * inverse).to(attn_output.dtype)
+    if not detach:
+        return unit_rows(attn_output, eps)
+    return (attn_output * inverse_row_norm(attn_output.detach(), eps)).to(attn_output.dtype)
 
 
 def gate_output(

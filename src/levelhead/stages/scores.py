@@ -28,21 +28,22 @@ def normalize_keys(
     return unit_rows(key, eps)
 
 
-def scale_heads(
-    query: Float[Tensor, "B H T D"], gain: Float[Tensor, " H"]
+def normalize_and_scale_heads(
+    query: Float[Tensor, "B H T D"], gain: Float[Tensor, " H"], eps: float = ROW_EPS
 ) -> Float[Tensor, "B H T D"]:
-    """Multiply the queries of each head by one number, which scales the head's scores.
+    """Bring every query to the length of its head's gain, which scales the head's scores.
 
-        query[h] = gain[h] * query[h]
+        query[h] = gain[h] * query[h] / ||query[h]||_2
 
     Args:
         query: Queries.
         gain: One factor per head.
+        eps: Norm below which a query is divided by this instead.
 
     Returns:
         Queries in their own dtype.
     """
-    return query * gain.to(query.dtype)[:, None, None]
+    return unit_rows(query, eps, gain[:, None, None])
 
 
 def scale_dimensions(

@@ -1,0 +1,81 @@
+"""Unit rows: the fast gradient against autograd's own, near zero, in every mode of autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck, gradgradcheck
+
+from levelhead.rows import inverse_row_norm, unit_rows
+
+EPS = 0.05
+
+
+def rows_of(dtype=torch.float64):
+    """Rows longer and shorter than EPS."""
+    rows = torch.randn(2, 3, 5, 7, dtype=dtype)
+    rows[0, 1] *= 1e-3
+    return rows.requires_grad_()
+
+
+def plain(rows, factor=None):
+    inverse = inverse_row_norm(rows, EPS)
+    return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+
+
+# torch scripts its own decompositions when forward-mode autograd is first used.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.parametrize("shape", [None, (3, 1, 1), (2, 3, 5, 1), (1, 1)])
+def test_first_second_and_forward_derivatives(shape):
+    rows = rows_of()
+    factor = None if shape is None else torch.rand(shape, dtype=torch.float64).requires_grad_()
+    function = lambda rows, factor: unit_rows(rows, EPS, factor)  # noqa: E731
+    assert gradcheck(function, (rows, factor), check_forward_ad=True, atol=1e-4)
+    longer = torch.randn(2, 3, 2, 4, dtype=torch.float64, requires_grad=True)
+    factor = None if factor is None else factor.detach()[..., :2, :].clone().requires_grad_()
+    assert gradgradcheck(function, (longer, factor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradient_is_that_of_the_plain_form(dtype):
+    rows, factor = rows_of(dtype), torch.rand(3, 1, 1, requires_grad=True)
+    grad = torch.randn_like(rows)
+    found = torch.autograd.grad(unit_rows(rows, EPS, factor), (rows, factor), grad)
+    expected = torch.autograd.grad(plain(rows, factor), (rows, factor), grad)
+    loose = {} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(found, expected, **loose)
+
+
+def test_rows_longer_than_eps_are_those_of_torch():
+    rows = torch.randn(3, 5, 7, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(rows)
+    torch.testing.assert_close(unit_rows(rows), F.normalize(rows, dim=-1))
+    found = torch.autograd.grad(unit_rows(rows), rows, grad)
+    torch.testing.assert_close(found, torch.autograd.grad(F.normalize(rows, dim=-1), rows, grad))
+
+
+def test_a_row_of_zeros_stays_zero_with_a_zero_gradient():
+    rows = torch.randn(4, 7, dtype=torch.float64)
+    rows[2] = 0
+    rows.requires_grad_()
+    unit = unit_rows(rows)
+    unit.sum().backward()
+    assert unit[2].eq(0).all()
+    assert rows.grad[2].eq(0).all()
+    assert rows.grad[0].ne(0).any()
+
+
+def test_a_row_that_is_not_finite_says_so():
+    rows = torch.randn(2, 7)
+    rows[1, 3] = torch.inf
+    assert unit_rows(rows)[1].isnan().any()
+    assert unit_rows(rows)[0].isfinite().all()
+
+
+def test_transforms_and_a_gradient_under_them_see_the_same():
+    rows = torch.randn(3, 5, 7, dtype=torch.float64)
+    expected = torch.stack([unit_rows(part) for part in rows])
+    torch.testing.assert_close(torch.vmap(unit_rows)(rows), expected)
+    of_each = torch.func.vmap(torch.func.grad(lambda part: unit_rows(part).sin().sum()))(rows)
+    leaf = rows.clone().requires_grad_()
+    unit_rows(leaf).sin().sum().backward()
+    torch.testing.assert_close(of_each, leaf.grad)

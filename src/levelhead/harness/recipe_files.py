@@ -24,7 +24,7 @@ HEAD = ("title", "rows", "variants", "inits")
 KEYS = (*HEAD, "extends", "full", "small", "deviations")
 MAX_BYTES = 100_000  # a recipe is a page or two
 
-RIVALS = {
+RIVALS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("training", "steps"): ("epochs", "warmup_epochs"),
     ("training", "epochs"): ("steps", "warmup_steps"),
 }

@@ -285,6 +285,8 @@ class Augmentation(Part):
                 f"mean and std must have num_channels={self.num_channels} numbers, got "
                 f"{len(self.mean)} and {len(self.std)}"
             )
+        if (self.randaugment or self.color_jitter or self.erasing) and not self.random_crop:
+            raise ValueError("randaugment, color_jitter and erasing need random_crop")
         return self
 
 

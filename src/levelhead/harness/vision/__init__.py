@@ -1,0 +1,1 @@
+"""Image classification as recipes describe it: sources, transforms, batches, the task."""

@@ -234,3 +234,15 @@ HOSTS: dict[str, Host] = (
     }
     | TORCH
 )
+
+
+def _own(**more: Any) -> nn.Module:
+    from levelhead.attention import Attention
+
+    torch.manual_seed(0)
+    layers = [Attention(30, 5, num_kv_heads=1, **more) for _ in range(2)]
+    return nn.Sequential(layers[0], nn.LayerNorm(30), layers[1]).eval()
+
+
+OWN = {"levelhead": Host(_own, lambda: _sequence(30, 11), 2, "levelhead")}
+"""Not among ``HOSTS``, which are held to attention nobody here wrote."""

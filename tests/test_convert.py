@@ -169,7 +169,6 @@ def test_the_report_says_what_happened():
     assert row.function == "preserved"
     assert LayerChange("a", "b", "c", "d", 0, 0.034).function == "moved by 3.4 %"
     assert LayerChange("a", "b", "c", "d", 0, 12.0).function == "moved by 1200 %"
-    assert LayerChange("a", "b", "c", "d", 0, None).function == "not probed"
 
 
 def test_the_probe_is_the_distance_of_the_papers_weights():
@@ -185,6 +184,69 @@ def test_the_probe_is_the_distance_of_the_papers_weights():
     after = mha(hidden, hidden, hidden, need_weights=False)[0] - bias
     moved = ((after - before).norm() / before.norm()).item()
     assert conversion.layers[0].moved == pytest.approx(moved, rel=1e-4)
+
+
+OLMO2 = {"attention_mask": None, "position_embeddings": (torch.ones(1, 17, 14), torch.zeros(1))}
+
+
+@pytest.mark.parametrize("variant", ["quest", "sink(start=2.0)", "spectral(strength=0.3)", "gate"])
+@pytest.mark.parametrize(
+    ("architecture", "num_tokens", "options"),
+    [("xcit", 17, {}), ("davit", 17, {}), ("nystromformer", None, {}), ("olmo2", 17, OLMO2)],
+)
+def test_the_probe_is_what_the_hosts_own_module_does(architecture, num_tokens, options, variant):
+    """Every kind that is not plain self-attention, against its module run by itself."""
+    model = HOSTS[architecture].build()
+    sites = [site for site in lh.find_attention(model) if site.kind != "window"]
+    stock = {site.name: run_alone(site, num_tokens, options) for site in sites}
+    if architecture == "nystromformer" and "sink" in variant:
+        return  # refused
+    conversion = lh.convert(model, variant, start="paper")
+    found = {layer.name: layer.moved for layer in conversion.layers}
+    checked = [site for site in sites if site.name in found]
+    for site in checked:
+        before, after = stock[site.name], run_alone(site, num_tokens, options)
+        expected = ((after - before).norm() / before.norm()).item()
+        assert found[site.name] == pytest.approx(expected, rel=1e-3), site.kind
+        assert expected > 0 or variant == "gate"
+    assert checked
+
+
+@torch.no_grad()
+def run_alone(site, num_tokens, options):
+    """The module on the probe's hidden states, without the bias of its output projection."""
+    hidden = torch.randn(
+        1, num_tokens or site.module.seq_len, site.embed_dim,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    output = site.module(hidden, **options)
+    output = output if isinstance(output, torch.Tensor) else output[0]
+    bias = site.read().o_bias
+    return output if bias is None else output - bias
+
+
+def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix():
+    kernels = {
+        name: {layer.kernel for layer in lh.convert(HOSTS[name].build(), variant).layers}
+        for name, variant in (
+            ("llama", "quest"), ("bert", "quest"), ("gemma2", "gate"), ("swin", "affine"),
+            ("mistral", "sink"), ("nystromformer", "quest"),
+        )
+    }  # fmt: skip
+    builds = "which builds the T x S matrix"
+    assert kernels == {
+        "llama": {"flash"},
+        "bert": {f"flash; while training math (dropout_p=0.1 on cpu), {builds}"},
+        "gemma2": {"plain, over blocks of queries (soft cap)"},
+        "swin": {f"flash; while training plain (a position bias that learns on cpu), {builds}"},
+        "mistral": {"flash, with its log-sum-exp"},
+        "nystromformer": {"the host's own, through landmarks"},
+    }
+    wide = lh.Attention(48, 3, head_dim=320)
+    assert "1 x kernel: flash" in str(lh.convert(wide, "quest")).splitlines()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        text = str(lh.convert(HOSTS["llama"].build(), "quest"))
+    assert text.splitlines()[-1] == f"2 x kernel: math, {builds}"
 
 
 def test_layers_by_position_and_by_name():

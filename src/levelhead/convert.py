@@ -13,6 +13,7 @@ from levelhead.convert_checks import (
     check_unconverted,
     check_weights,
 )
+from levelhead.convert_kernels import kernel_in_words
 from levelhead.convert_probe import moved_by
 from levelhead.convert_report import Conversion, LayerChange
 from levelhead.convert_start import STARTS, Start, factored, multiply, preserve
@@ -38,7 +39,7 @@ class Plan:
     host: Host
     installed: Installed
     start: Start = field(default_factory=Start)
-    moved: float | None = None
+    moved: float = 0.0
 
 
 def convert(
@@ -237,6 +238,7 @@ def _row(plan: Plan, variant: Variant) -> LayerChange:
         num_params=_num_params(plan.installed),
         moved=plan.moved,
         note=plan.start.note,
+        kernel=kernel_in_words(site, plan.installed),
     )
 
 

@@ -12,23 +12,32 @@ from levelhead.parts.projections import WHICH, Projections
 from levelhead.parts.scores import DotProduct
 from levelhead.shapes import at_least_float32
 from levelhead.sites.build import HostSink
-from levelhead.sites.host import Installed
+from levelhead.sites.find import find_attention
+from levelhead.sites.host import Installed, host_of
 from levelhead.sites.layout import Projection
-from levelhead.sites.projection_hooks import logical_bias, logical_weight
+from levelhead.sites.projection_hooks import (
+    add_hooks,
+    logical_bias,
+    logical_weight,
+    needs_hooks,
+)
 from levelhead.sites.sites import AttentionSite
+from levelhead.sites.timm_host_channels import attend_over_channels
 from levelhead.variants import make_parts, parse_variant
 
 PROBE_TOKENS = 17
 WIDE = (torch.float32, torch.float64)
-PROBED_KINDS = ("self", "cross", "window")
+OVER_CHANNELS = ("cross_covariance", "channel")
+"""Kinds whose queries and keys are the channels of a head."""
 
 
 @torch.no_grad()
-def moved_by(site: AttentionSite, installed: Installed, factor: float) -> float | None:
+def moved_by(site: AttentionSite, installed: Installed, factor: float) -> float:
     """Compare an attention with the host's on random hidden states of unit variance.
 
     The hidden states go through the layer's own projections and norms; positions (rotation, bias)
-    and windows are left out, a causal mask is not. In float32 or wider.
+    and windows are left out, a causal mask is not. In float32 or wider. Where the host's maths is
+    no inner attention (landmarks), a copy of its module runs both.
 
     Args:
         site: Where.
@@ -36,10 +45,11 @@ def moved_by(site: AttentionSite, installed: Installed, factor: float) -> float 
         factor: What the output is multiplied by, for a host that makes up for a neutral start.
 
     Returns:
-        ``||after - before|| / ||before||``, or None for a kind that cannot be probed alone.
+        ``||after - before|| / ||before||`` of the attention's output.
     """
-    if site.kind not in PROBED_KINDS or site.q_norm is not None and site.norm_spans_heads:
-        return None
+    if site.kind == "landmark":
+        before, after = _by_the_host(site, installed)
+        return _relative(after * factor - before, before)
     is_wide = site.layout.q.weight.parameter.dtype in WIDE
     with _evaluating(installed if is_wide else _copied(installed).float()) as after:
         hidden = _hidden_states(site)
@@ -49,7 +59,27 @@ def moved_by(site: AttentionSite, installed: Installed, factor: float) -> float 
             rows = {w: _project(site, w, hidden, after.projections) for w in WHICH}
         new = _attend(site, after.inner, rows, hidden, after.early_norm) * factor
         difference, before = _merge(site, new - before), _merge(site, before)
+    return _relative(difference, before)
+
+
+def _relative(difference: Tensor, before: Tensor) -> float:
     return float(difference.norm() / before.norm().clamp_min(torch.finfo(before.dtype).tiny))
+
+
+def _by_the_host(site: AttentionSite, installed: Installed) -> tuple[Tensor, Tensor]:
+    """Run a copy of the host's module, stock and converted."""
+    twin = copy.deepcopy(site.module).eval()
+    twin = twin if site.layout.q.weight.parameter.dtype in WIDE else twin.float()
+    copied = _copied(installed).to(next(twin.parameters()).dtype).eval()
+    (there,) = find_attention(twin)
+    host = host_of(there)
+    assert host is not None
+    hidden = _hidden_states(site, host.probe_tokens(site) or PROBE_TOKENS)[0]
+    before = twin(hidden)[0]
+    host.install(there, copied)
+    if needs_hooks(copied):
+        add_hooks(there, copied)
+    return before, twin(hidden)[0]
 
 
 @contextmanager
@@ -86,11 +116,13 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(at_least_float32(tensor.dtype))
 
 
-def _hidden_states(site: AttentionSite) -> tuple[Tensor, Tensor]:
+def _hidden_states(site: AttentionSite, num_tokens: int = PROBE_TOKENS) -> tuple[Tensor, Tensor]:
     """What queries are made of, and what keys and values are made of."""
     like, generator = _wide(site.layout.q.weight.parameter), torch.Generator().manual_seed(0)
-    query_side = torch.randn(1, PROBE_TOKENS, site.embed_dim, generator=generator)
+    query_side = torch.randn(1, num_tokens, site.embed_dim, generator=generator)
     query_side = query_side.to(like.device, like.dtype)
+    if site.kind == "class":
+        return query_side[:, :1], query_side
     if site.kv_embed_dim == site.embed_dim and site.kind != "cross":
         return query_side, query_side
     key_side = torch.randn(1, PROBE_TOKENS, site.kv_embed_dim, generator=generator)
@@ -126,6 +158,8 @@ def _attend(
         query, key = early_norm.prepare(query, key)
     if site.head_scale is not None:
         query = query * site.head_scale().to(query.dtype)
+    if site.kind in OVER_CHANNELS:
+        return attend_over_channels(inner, query, key, rows["v"], hidden[0])
     return inner(query, key, rows["v"], hidden[0], is_causal=site.is_causal)
 
 
@@ -138,9 +172,16 @@ def _merge(site: AttentionSite, attn_output: Tensor) -> Tensor:
 
 def _host_norms(site: AttentionSite, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     if site.is_cosine:
-        query, key = nn.functional.normalize(query, dim=-1), nn.functional.normalize(key, dim=-1)
-    for norm, side in ((site.q_norm, "q"), (site.k_norm, "k")):
-        if norm is not None:
-            wide = copy.deepcopy(norm).to(query.dtype)
-            query, key = (wide(query), key) if side == "q" else (query, wide(key))
-    return query, key
+        axis = -2 if site.kind in OVER_CHANNELS else -1
+        query, key = (nn.functional.normalize(rows, dim=axis) for rows in (query, key))
+    return _normed(site, site.q_norm, query), _normed(site, site.k_norm, key)
+
+
+def _normed(site: AttentionSite, norm: nn.Module | None, rows: Tensor) -> Tensor:
+    if norm is None:
+        return rows
+    wide = copy.deepcopy(norm).to(rows.dtype)
+    if not site.norm_spans_heads:
+        return wide(rows)
+    together = wide(rows.transpose(1, 2).flatten(2))
+    return together.unflatten(-1, (rows.shape[1], -1)).transpose(1, 2)

@@ -18,9 +18,9 @@ class LayerChange:
         after: Its attention now.
         num_params: Parameters added.
         moved: ``||after - before|| / ||before||`` of the attention's output on a probe (random
-            hidden states through the layer's own projections, no positions); None where the host
-            cannot be probed alone.
+            hidden states through the layer's own projections, no positions).
         note: What else was done, for example a projection that was doubled.
+        kernel: What computes it, in evaluation and while training (without a mask).
     """
 
     name: str
@@ -28,14 +28,13 @@ class LayerChange:
     before: str
     after: str
     num_params: int
-    moved: float | None
+    moved: float
     note: str = ""
+    kernel: str = ""
 
     @property
     def function(self) -> str:
         """Say whether the layer computes what it did."""
-        if self.moved is None:
-            return "not probed"
         if self.moved < LEAST_MOVE:
             return "preserved"
         percent = 100 * self.moved
@@ -76,6 +75,7 @@ class Conversion:
             for layer in self.layers
         ]
         notes = Counter(layer.note for layer in self.layers if layer.note)
+        notes += Counter(f"kernel: {layer.kernel}" for layer in self.layers if layer.kernel)
         lines = [title, "", *_columns([header, *rows])]
         lines += [f"{count} x {note}" for note, count in notes.items()]
         lines += [f"left as it was: {name}: {why}" for name, why in self.left]

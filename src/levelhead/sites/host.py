@@ -127,6 +127,17 @@ class Host:
         """
         return InnerAttention.from_parts(variant, shape, parts, site.scale, site.dropout_p)
 
+    def probe_tokens(self, site: AttentionSite) -> int | None:
+        """Return how many tokens the module must be given, where it takes no other number.
+
+        Args:
+            site: Where.
+
+        Returns:
+            The number, or None for any.
+        """
+        return None
+
     def install(self, site: AttentionSite, installed: Installed) -> None:
         """Put ``installed`` into the module and run it from now on.
 

@@ -20,6 +20,10 @@ class LandmarkHost(Host):
     """``NystromformerSelfAttention``; the host's own scale, which a norm replaces by one, is made
     up for in the queries."""
 
+    def probe_tokens(self, site: AttentionSite) -> int | None:
+        """Landmarks are means of segments of a fixed number of tokens."""
+        return site.module.seq_len  # pyright: ignore[reportReturnType]
+
     def install(self, site: AttentionSite, installed: Installed) -> None:
         """Add the child, and a hook for the output terms."""
         super().install(site, installed)

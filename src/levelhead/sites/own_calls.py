@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from levelhead.inner import InnerAttention
 from levelhead.reference import Call
 from levelhead.sites.calls import Emit, Seen
+from levelhead.sites.reading import CONVERTED
 
 
 class ListenedCheck:
@@ -49,7 +50,8 @@ def inner_of(module: nn.Module) -> InnerAttention | None:
     Args:
         module: The host's attention.
     """
-    return next((part for part in module.modules() if isinstance(part, InnerAttention)), None)
+    runs = module._modules.get(CONVERTED) or module
+    return next((part for part in runs.modules() if isinstance(part, InnerAttention)), None)
 
 
 def listen_to(module: nn.Module, emit: Emit) -> Callable[[], None]:

@@ -1,5 +1,7 @@
 """How this library keeps attention: ``levelhead.Attention``."""
 
+from typing import Any
+
 from torch import nn
 
 from levelhead.attention import Attention
@@ -22,14 +24,15 @@ def read_own(name: str, module: nn.Module, model: nn.Module) -> AttentionSite | 
     """
     if not isinstance(module, Attention):
         return None
+    stock: Any = module._modules["inner"]
     projections = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     return AttentionSite(
         name=name,
         module=module,
         layout=Layout(*(linear(projection) for projection in projections)),
         num_heads=module.num_heads,
-        scale=module.scale,
+        scale=stock.norm.score_scale(stock.scale),
         kind="self" if module.shape.kv_dim("k") == module.embed_dim else "cross",
         has_rope=module.rope is not None,
-        dropout_p=module.inner.dropout_p,
+        dropout_p=stock.dropout_p,
     )

@@ -1,0 +1,62 @@
+"""Which kernel a converted attention runs on, in evaluation and while training."""
+
+import torch
+
+from levelhead.convert_probe import OVER_CHANNELS
+from levelhead.kernels import attention_backend, find_lse_kernel
+from levelhead.parts.normalisers import OffByOne
+from levelhead.sites.host import Installed
+from levelhead.sites.sites import AttentionSite
+
+TOKENS = 128
+PLAIN = ("math", "plain")
+"""Kernels that build the T x S matrix."""
+
+
+def kernel_in_words(site: AttentionSite, installed: Installed) -> str:
+    """Name the kernel for the sizes, dtype and device of a site, without a mask.
+
+    Args:
+        site: Where.
+        installed: What will run there.
+
+    Returns:
+        For example "flash", or "flash; while training math (dropout_p=0.1 on cpu), which builds
+        the T x S matrix".
+    """
+    if site.kind == "landmark":
+        return "the host's own, through landmarks"
+    if installed.inner.cap is not None:
+        return "plain, over blocks of queries (soft cap)"
+    evaluating, training = (_name(site, installed, p) for p in (0.0, site.dropout_p))
+    why = f"dropout_p={site.dropout_p:g}"
+    device = site.layout.q.weight.parameter.device.type
+    if site.has_position_bias and device == "cpu":
+        training, why = "plain", "a position bias that learns"
+    words = evaluating
+    if training != evaluating:
+        words += f"; while training {training} ({why} on {device})"
+    builds_scores = evaluating.startswith(PLAIN) or training.startswith(PLAIN)
+    return f"{words}, which builds the T x S matrix" if builds_scores else words
+
+
+def _name(site: AttentionSite, installed: Installed, dropout_p: float) -> str:
+    weight = site.layout.q.weight.parameter
+    rows, width, value_width = TOKENS, site.head_dim, site.v_head_dim
+    if site.kind in OVER_CHANNELS:
+        rows, width, value_width = site.head_dim, TOKENS, TOKENS
+    query, key, value = (
+        torch.empty(1, heads, rows, columns, dtype=weight.dtype, device=weight.device)
+        for heads, columns in (
+            (site.num_heads, width),
+            (site.num_kv_heads, width),
+            (site.num_kv_heads, value_width),
+        )
+    )
+    is_causal = site.is_causal and site.kind != "cross"
+    backend = attention_backend(query, key, value, None, is_causal, dropout_p)
+    if not isinstance(installed.inner.normaliser, OffByOne):
+        return backend
+    if dropout_p == 0 and find_lse_kernel(query, key, value, has_mask=False) is not None:
+        return "flash, with its log-sum-exp"
+    return f"{backend} with an extra key"

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from levelhead.capped import CappedAttention, fits_capped_attention
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.normalisers import Softmax
 from levelhead.parts.outputs import Gate, Precondition
@@ -308,14 +309,23 @@ class InnerAttention(nn.Module):
         """
         if self.cap is None:
             return self.normaliser.fused(query, key, value, call.mask, call.scale, call.dropout_p)
-        values = repeat_heads(value, query.shape[1])
+        key, value = (repeat_heads(rows, query.shape[1]) for rows in (key, value))
 
-        def block(query: Tensor, start: int, stop: int) -> Tensor:
-            mask = call.mask.rows(start, stop)
-            seen = slice(0, mask.num_keys)
-            return plain_weights(self, query, key[:, :, seen], mask, call) @ values[:, :, seen]
+        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            def block(query: Tensor, start: int, stop: int) -> Tensor:
+                mask = call.mask.rows(start, stop)
+                seen = slice(0, mask.num_keys)
+                weights = plain_weights(self, query, key[:, :, seen], mask, call)
+                return weights @ value[:, :, seen]
 
-        return map_query_blocks(block, query)
+            return map_query_blocks(block, query)
+
+        if not fits_capped_attention(query, call.mask, call.dropout_p):
+            return plain(query, key, value)
+        return CappedAttention.apply(  # pyright: ignore[reportReturnType]
+            query, key, value, self.normaliser.extra_score(query), call.mask, call.scale,
+            self.cap.soft_cap, plain,
+        )  # fmt: skip
 
 
 def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:

@@ -13,6 +13,10 @@ from levelhead.stages.softmax import sink_attention, softmax_attention
 class Softmax(Part):
     """Weights that sum to one."""
 
+    def extra_score(self, like: Tensor) -> Tensor | None:
+        """Return the score of an extra key per query head of ``like``, or None without one."""
+        return None
+
     def fused(
         self,
         query: Tensor,
@@ -44,6 +48,9 @@ class OffByOne(Softmax):
     def sink_score(self, like: Tensor) -> Tensor:
         """Return the score of the extra key, one per query head of ``like``."""
         return like.new_zeros(like.shape[1])
+
+    def extra_score(self, like: Tensor) -> Tensor:
+        return self.sink_score(like)
 
     def fused(
         self,

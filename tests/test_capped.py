@@ -1,0 +1,87 @@
+"""Capped attention on a CPU, block by block, against the reference: output and every gradient."""
+
+import pytest
+import torch
+
+import levelhead as lh
+from levelhead import capped
+
+B, H, HKV, T, S, D, DV = 2, 6, 3, 11, 13, 5, 7
+
+
+@pytest.fixture(params=["one block", "many blocks"])
+def _block_size(request, monkeypatch):
+    if request.param == "many blocks":
+        monkeypatch.setattr(capped, "_BLOCK_QUERIES", 3)
+        monkeypatch.setattr(capped, "_BLOCK_BYTES", 3 * 14 * 8 * 4)  # 4 of 6 heads at a time
+
+
+def draw(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def visible(*shape):
+    """A mask in which one query may attend to nothing."""
+    mask = torch.rand(shape) < 0.6
+    mask[..., 2 if shape[-2] > 2 else 0, :] = False
+    return mask
+
+
+MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "heads": {"attn_mask": visible(B, H, T, S)},
+    "padding": {"attn_mask": torch.arange(S) < torch.tensor([5, 13])[:, None, None, None]},
+    "bias": {"attn_bias": torch.randn(1, H, T, S).masked_fill(~visible(T, S), -torch.inf)},
+    "all": {
+        "attn_mask": visible(B, 1, 1, S), "attn_bias": torch.randn(B, 1, T, 1), "is_causal": True
+    },
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("_block_size")
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("normaliser", ["softmax", "off_by_one", "sink(start=0.7)"])
+def test_output_and_gradients_are_those_of_the_reference(normaliser, masks):
+    variant = f"soft_cap(cap=1.3) + {normaliser}"
+    inner = lh.InnerAttention(
+        variant, embed_dim=H * D, num_heads=H, num_kv_heads=HKV, head_dim=D, dtype=torch.float64
+    )
+    query, key, value = draw(B, H, T, D), draw(B, HKV, S, D), draw(B, HKV, S, DV)
+    masks = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in masks.items()
+    }
+    learning = [query, key, value, *inner.parameters()]
+    grad = torch.randn(B, H, T, DV, dtype=torch.float64)
+    output = inner(query, key, value, **masks)
+    assert type(output.grad_fn).__name__ == "CappedAttentionBackward"
+    expected = lh.reference_attention(inner, query, key, value, **masks).attn_output
+    torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
+    found = torch.autograd.grad(output, learning, grad)
+    torch.testing.assert_close(found, torch.autograd.grad(expected, learning, grad))
+
+
+def test_float32_is_as_near_to_float64_as_the_reference_is():
+    inner = lh.InnerAttention("soft_cap(cap=2.0)", embed_dim=H * D, num_heads=H)
+    tensors = [torch.randn(B, H, 131, D) for _ in range(3)]
+    exact = inner(*(t.double() for t in tensors), is_causal=True)
+    assert (inner(*tensors, is_causal=True) - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"dropout_p": 0.3}, {"attn_bias": torch.zeros(T, T, requires_grad=True)}]
+)
+def test_what_it_cannot_take_goes_the_plain_way(options):
+    inner = lh.InnerAttention("soft_cap(cap=2.0)", embed_dim=H * D, num_heads=H)
+    output = inner(*(draw(B, H, T, D, dtype=torch.float32) for _ in range(3)), **options)
+    assert type(output.grad_fn).__name__ != "CappedAttentionBackward"
+
+
+def test_no_matrix_of_scores_is_kept_for_the_backward_pass():
+    inner = lh.InnerAttention("soft_cap(cap=2.0)", embed_dim=H * D, num_heads=H)
+    kept = []
+    tensors = [draw(B, H, 257, D, dtype=torch.float32) for _ in range(3)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        inner(*tensors, is_causal=True)
+    assert max(t.numel() for t in kept) == B * H * 257 * D

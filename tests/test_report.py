@@ -18,8 +18,9 @@ from levelhead import cli
 from levelhead.diagnose_rows import ROWS, THETA
 from levelhead.diagnose_weights import SPECTRUM
 from levelhead.diagnosis import Diagnosis, Finding
+from levelhead.measure.spikes import running_spikes
 from levelhead.report import render_diagnosis, render_run
-from levelhead.report_curves import banded, curve_spikes
+from levelhead.report_curves import banded
 from levelhead.report_diagnosis import diagnosis_page, flat_meta, short_names
 from levelhead.report_metrics import FAMILIES, QUANTITIES, quantity_of, split_statistic
 from levelhead.report_render import script_json, short_number
@@ -326,10 +327,10 @@ def falling_curve(seed=0):
 
 def test_a_falling_loss_has_no_spikes_and_a_planted_one_is_found():
     curve = falling_curve()
-    assert curve_spikes(curve) == ()
+    assert running_spikes(curve) == ()
     curve[90] += 1.5
     curve[151] = math.nan
-    assert curve_spikes(curve) == (90,)
+    assert running_spikes(curve) == (90,)
 
 
 def test_spikes_agree_with_the_rule_written_out():
@@ -341,13 +342,13 @@ def test_spikes_agree_with_the_rule_written_out():
         middle = np.median(before)
         if curve[step] > middle + 9 * np.median(np.abs(before - middle)):
             expected.append(step)
-    assert curve_spikes(curve) == tuple(expected)
+    assert running_spikes(curve) == tuple(expected)
     assert len(expected) >= 2
 
 
 @pytest.mark.parametrize("curve", [[], [1.0], [2.0] * 50, [math.nan] * 50])
 def test_curves_without_anything_to_find(curve):
-    assert curve_spikes(curve) == ()
+    assert running_spikes(curve) == ()
 
 
 def test_a_band_is_mean_and_range_of_the_seeds_that_got_there():

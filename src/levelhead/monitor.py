@@ -152,12 +152,11 @@ class Monitor:
             norm = gradient_norm(self.model)
             noted |= {} if norm is None else {"grad_norm": norm}
         alerts = list(self.watch.of_curves(self.step, noted))
-        measure_next = any(alert.kind.startswith("nonfinite") for alert in alerts)
         if self.is_due:
             alerts += self._measured(noted)
         for alert in alerts:
             self._tell(alert)
-        self._measure_next, self._has_run = measure_next, False
+        self._measure_next, self._has_run = self.watch.is_alarmed, False
         self._noted = {"loss": [], "grad_norm": []}
         self.sums.reset()
         self.step += 1

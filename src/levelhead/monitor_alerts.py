@@ -2,19 +2,23 @@
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from levelhead.diagnosis import WHOLE_LAYER, Finding, Record
 from levelhead.findings import judge
-from levelhead.measure.curves import divergence_step, find_spikes
+from levelhead.measure.curves import divergence_step
+from levelhead.measure.spikes import is_spike
 from levelhead.monitor_sites import Broken, Statistics
 
 HISTORY = 500
-"""Steps that set the threshold of a spike: the stretch of Bae et al. 2026, Table 5."""
+"""Steps that are looked at for divergence: the stretch of Bae et al. 2026, Table 5."""
 ENOUGH = 32
-"""Fewer values say too little about what is usual."""
+"""Fewer say too little about it."""
+FAR_ABOVE_START = 10.0
+"""A loss ten times its first value has lost more than it had learned; the number is this
+library's. It speaks where a spike cannot yet: sixteen steps say what is usual."""
 JUDGED = {"score_max": "score_max_max", "normalized_entropy": "normalized_entropy_mean"}
 """Metrics of a step that the table of findings knows."""
 
@@ -25,7 +29,8 @@ class Alert:
 
     Attributes:
         step: When.
-        kind: "nonfinite_loss", "nonfinite_attention", "spike", "divergence", or a finding's kind.
+        kind: "nonfinite_loss", "nonfinite_attention", "spike", "above_start", "divergence", or a
+            finding's kind.
         text: One sentence.
         layer: The site's name, or "".
         head: Which head; -1 for none.
@@ -50,6 +55,8 @@ class Watch:
         curves: "loss" and "grad_norm" of the last steps.
         healthy: Step and statistics of the last measured step that was finite.
         told: What was said already of a state that lasts.
+        first_loss: The loss of the first step, if it was finite.
+        is_alarmed: Whether the last step's loss or gradient norm was a reason to look closer.
     """
 
     curves: dict[str, deque[float]] = field(
@@ -57,6 +64,8 @@ class Watch:
     )
     healthy: tuple[int, Statistics] | None = None
     told: set[str] = field(default_factory=set)
+    first_loss: float | None = None
+    is_alarmed: bool = False
 
     def of_curves(self, step: int, values: Mapping[str, float]) -> Iterator[Alert]:
         """Judge the raw loss and gradient norm of a step, and remember them.
@@ -68,17 +77,37 @@ class Watch:
         Yields:
             Alerts.
         """
+        self.is_alarmed = False
         for name, value in values.items():
-            before = self.curves[name]
-            since = None if self.healthy is None else self.healthy[0]
-            if not math.isfinite(value):
-                if self._is_new(f"nonfinite {name}"):
-                    text = f"{name} is {value} at step {step}; the next forward is measured"
-                    yield Alert(step, f"nonfinite_{name}", text, value=value, healthy_step=since)
-            elif len(before) >= ENOUGH and is_spike(value, before):
-                text = f"{name} spikes to {value:.4g} at step {step}"
-                yield Alert(step, "spike", text, value=value, healthy_step=since)
-            before.append(value)
+            kind, words = self._kind_of(name, value)
+            self.curves[name].append(value)
+            if kind and (kind == "spike" or self._is_new(kind)):
+                self.is_alarmed = True
+                text = f"{name} {words} at step {step}; the next forward is measured"
+                since = None if self.healthy is None else self.healthy[0]
+                yield Alert(step, kind, text, value=value, healthy_step=since)
+        loss = values.get("loss", math.nan)
+        if self.first_loss is None and math.isfinite(loss):
+            self.first_loss = loss
+        is_far_above = self._is_far_above_start("loss", loss)
+        self.is_alarmed |= is_far_above
+        if not is_far_above and math.isfinite(loss):
+            self.told.discard("above_start")
+
+    def _kind_of(self, name: str, value: float) -> tuple[str, str]:
+        """What a value is a reason to say, if anything."""
+        if not math.isfinite(value):
+            return f"nonfinite_{name}", f"is {value}"
+        if self._is_far_above_start(name, value):
+            return "above_start", f"is {value:.4g}, more than ten times what it started with,"
+        if is_spike(value, self.curves[name]):
+            return "spike", f"spikes to {value:.4g}"
+        return "", ""
+
+    def _is_far_above_start(self, name: str, value: float) -> bool:
+        if name != "loss" or self.first_loss is None or self.first_loss <= 0:
+            return False
+        return FAR_ABOVE_START * self.first_loss < value < math.inf
 
     def of_divergence(self, step: int) -> Iterator[Alert]:
         """Say once that the loss is lost for good.
@@ -158,6 +187,7 @@ class Watch:
             "curves": {name: list(values) for name, values in self.curves.items()},
             "healthy": self.healthy,
             "told": sorted(self.told),
+            "first_loss": self.first_loss,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -169,21 +199,7 @@ class Watch:
         self.curves = {n: deque(v, maxlen=HISTORY) for n, v in state["curves"].items()}
         self.healthy = None if state["healthy"] is None else tuple(state["healthy"])
         self.told = set(state["told"])
-
-
-def is_spike(value: float, before: Iterable[float]) -> bool:
-    """Whether a value is a spike of the curve before it.
-
-    Args:
-        value: Finite.
-        before: Earlier values.
-
-    Returns:
-        True above median + 6 MAD; False after a flat stretch.
-    """
-    spikes = find_spikes(list(before))
-    values = [other for other in before if math.isfinite(other)]
-    return bool(values) and max(values) > min(values) and value > spikes.threshold
+        self.first_loss = state["first_loss"]
 
 
 def as_event(alert: Alert) -> dict[str, Any]:

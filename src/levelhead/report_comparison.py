@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from levelhead.report_curves import SPIKE_EQUATION, SPIKE_WORDS, banded, curve_spikes, lines_figure
+from levelhead.measure.spikes import running_spikes
+from levelhead.report_curves import SPIKE_EQUATION, SPIKE_WORDS, banded, lines_figure
 from levelhead.report_diagnosis import flat_meta
 
 PAIRED_WORDS = [
@@ -209,7 +210,7 @@ def _loss_series(label: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
         for cell in cells
     ]
     series = banded(label, curves)
-    series["spikes"] = list(curve_spikes(series["middle"]))
+    series["spikes"] = list(running_spikes(series["middle"]))
     series["broken"] = [
         [cell["seed"], cell["diverged_step"]] for cell in cells if cell.get("diverged_step")
     ]

@@ -1,45 +1,21 @@
 """Curves of a training as figures: lines or bands over seeds; spikes and broken values marked."""
 
-import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from levelhead.measure.curves import SPIKE_FACTORS, find_spikes
-
-_WINDOW, _ENOUGH = 32, 16  # values before a step that say what is usual there; fewer say nothing
-_FACTOR = SPIKE_FACTORS[1]  # the stricter one: a short window knows its MAD to a third
+from levelhead.measure.spikes import SPIKE_FACTORS, SPIKE_WINDOW, running_spikes
 
 SPIKE_EQUATION = (
-    f"x_t > m + {_FACTOR:g} median|x_s - m|,  m = median_s x_s,  s = t - {_WINDOW}, .., t - 1"
+    f"x_t > m + {SPIKE_FACTORS[1]:g} median|x_s - m|,  m = median_s x_s,  "
+    f"s = t - {SPIKE_WINDOW}, .., t - 1"
 )
 SPIKE_WORDS = (
     "A triangle marks a spike: a value far above the ones before it. The rule is that of Bae et "
     "al. 2026 (Table 5), in a window that moves along, so that a falling loss does not make its "
-    "own start a spike. A cross marks a value that is NaN or infinite."
+    "own start a spike; the live monitor has the same. A cross marks a value that is NaN or "
+    "infinite."
 )
-
-
-def curve_spikes(values: Sequence[float]) -> tuple[int, ...]:
-    """Find what stands far above the values before it.
-
-        spike: x_t > m + 9 MAD,   m and MAD of x_{t-32} .. x_{t-1}
-
-    Args:
-        values: One number a step; NaN and infinite ones are no spikes.
-
-    Returns:
-        Positions of the spikes, ascending from 0; none before sixteen finite values, and none
-        after a flat stretch.
-    """
-    spikes = []
-    for place, value in enumerate(values):
-        before = [x for x in values[max(0, place - _WINDOW) : place] if math.isfinite(x)]
-        if len(before) < _ENOUGH or not math.isfinite(value) or max(before) == min(before):
-            continue
-        if value > find_spikes(before, _FACTOR).threshold:
-            spikes.append(place)
-    return tuple(spikes)
 
 
 def curve_figure(
@@ -57,7 +33,7 @@ def curve_figure(
     """
     series = []
     for label, curve in curves.items():
-        spikes = curve_spikes([value for _, value in curve])
+        spikes = running_spikes([value for _, value in curve])
         series.append(
             {
                 "label": label or title,

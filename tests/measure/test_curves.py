@@ -10,11 +10,10 @@ import torch
 from levelhead.measure.curves import (
     divergence_step,
     epochs_to_target,
-    find_spikes,
     first_nonfinite,
     median_interval,
-    spike_score,
 )
+from levelhead.measure.spikes import find_spikes, running_spikes, spike_score
 
 
 @pytest.fixture
@@ -31,6 +30,22 @@ def test_spikes_are_the_values_above_median_plus_k_mad(factor, rng):
     assert found.threshold == pytest.approx(limit)
     assert list(found.steps) == expected
     assert 0 < found.count == len(expected) < 100
+
+
+def test_running_spikes_are_a_plain_loop_over_the_window(rng):
+    values = rng.standard_t(2, size=400).cumsum() / 10 + rng.standard_t(2, size=400)
+    values[[50, 51, 222]] = (math.nan, math.inf, 60.0)
+    expected = []
+    for t in range(400):
+        window = [x for x in values[max(0, t - 32) : t] if math.isfinite(x)]
+        if len(window) >= 16 and math.isfinite(values[t]):
+            limit = np.median(window) + 9 * scipy.stats.median_abs_deviation(window)
+            expected += [t] * bool(values[t] > limit)
+    assert list(running_spikes(values)) == expected
+    assert 222 in expected
+    assert len(expected) < 40
+    with pytest.raises(ValueError, match="a curve must have one axis"):
+        running_spikes([[1.0]])
 
 
 def test_more_deviations_find_fewer_spikes_and_a_constant_curve_has_none(rng):

@@ -17,13 +17,10 @@ from levelhead.measure.conditioning import Conditioning
 from levelhead.measure.curves import (
     Crossing,
     MedianInterval,
-    Spikes,
     divergence_step,
     epochs_to_target,
-    find_spikes,
     first_nonfinite,
     median_interval,
-    spike_score,
 )
 from levelhead.measure.head import HeadForm
 from levelhead.measure.induction import induction_weights
@@ -65,6 +62,7 @@ from levelhead.measure.spectra import (
     matrix_spectra,
     stable_rank,
 )
+from levelhead.measure.spikes import Spikes, find_spikes, is_spike, running_spikes, spike_score
 from levelhead.measure.streaming import AttentionScores, first_tokens
 from levelhead.measure.surrogate import (
     JacobianBound,
@@ -129,6 +127,8 @@ __all__ = [
     "effective_rank",
     # Training curves.
     "find_spikes",
+    "running_spikes",
+    "is_spike",
     "Spikes",
     "spike_score",
     "first_nonfinite",

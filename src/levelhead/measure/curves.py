@@ -1,4 +1,4 @@
-"""What a training curve says: spikes, divergence, the first broken value, epochs to a target.
+"""What a training curve says: divergence, the first broken value, epochs to a target.
 
 Curves are sequences of numbers, one for each step or epoch, as they stand in a log.
 """
@@ -8,98 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from levelhead.measure.spikes import as_curve, median_and_mad
 from levelhead.shapes import complaint, require
 
-SPIKE_FACTORS = (6.0, 9.0)
-"""The two thresholds of Bae et al. 2026, Table 5, in median absolute deviations."""
-_SCORE_WINDOW, _SCORE_SIGMAS = 128, 6.0  # OLMo-core's StabilityMonitorCallback
-_SCORE_FLAT = 1e-10  # likewise: a window this flat has no spikes
 _REGAINED = 0.5  # a curve that keeps less than half of its progress has lost it
 _NOISE_FACTOR = 6.0  # in median absolute deviations, as for spikes
-
-
-@dataclass(frozen=True)
-class Spikes:
-    """Spikes of a curve.
-
-    Attributes:
-        steps: Positions of the spikes, ascending from 0.
-        threshold: What a value must exceed to be a spike.
-        num_nonfinite: Values that are NaN or infinite; they are no spikes and set no threshold.
-    """
-
-    steps: tuple[int, ...]
-    threshold: float
-    num_nonfinite: int
-
-    @property
-    def count(self) -> int:
-        """Number of spikes."""
-        return len(self.steps)
-
-
-def find_spikes(values: ArrayLike, factor: float = SPIKE_FACTORS[0]) -> Spikes:
-    """Find values far above the usual ones.
-
-        spike: g > median(g) + factor * MAD(g),   MAD = median |g - median(g)|
-
-    Args:
-        values: One number a step, for instance gradient norms of the first 500 steps.
-        factor: How many median absolute deviations (not scaled to a standard deviation).
-
-    Returns:
-        The spikes; none where no value is finite (the threshold is NaN then).
-
-    Raises:
-        ValueError: Not one axis, or ``factor`` negative or not finite.
-
-    Source: Bae et al. 2026, arXiv 2602.23057, Table 5 (factors 6 and 9, 500 steps).
-    """
-    curve = _curve(values)
-    require(0 <= factor < math.inf, "factor must be finite and not negative", f"factor={factor}")
-    is_finite = np.isfinite(curve)
-    if not is_finite.any():
-        return Spikes((), math.nan, len(curve))
-    middle, deviation = _median_and_mad(curve[is_finite])
-    threshold = middle + factor * deviation
-    steps = np.flatnonzero(is_finite & (curve > threshold))
-    return Spikes(tuple(steps.tolist()), threshold, int((~is_finite).sum()))
-
-
-def spike_score(
-    values: ArrayLike, window: int = _SCORE_WINDOW, sigmas: float = _SCORE_SIGMAS
-) -> float:
-    """Share of the steps that lie far above the steps before them.
-
-        spike at t: x_t > mean(x_{t-w} .. x_{t-1}) + sigmas * std(x_{t-w} .. x_{t-1})
-
-    Only finite values enter; a step counts as a possible spike once ``window`` finite values lie
-    before it, and never after a flat window (std below 1e-10, population formula).
-
-    Args:
-        values: One number a step: losses or gradient norms.
-        window: How many values before a step set its threshold, at least 2.
-        sigmas: Standard deviations above the mean.
-
-    Returns:
-        Spikes divided by finite steps, in [0, 1]; 0 for a curve without finite values.
-
-    Raises:
-        ValueError: Not one axis, or ``window`` below 2.
-
-    Source: SpikeScore (total) of OLMo-core's stability monitor (window 128, 6 sigma).
-    """
-    curve = _curve(values)
-    require(window >= 2, "window must be at least 2", f"window={window}")
-    curve = curve[np.isfinite(curve)]
-    if len(curve) <= window:
-        return 0.0
-    before = np.lib.stride_tricks.sliding_window_view(curve, window)[:-1]
-    mean, std = before.mean(-1), before.std(-1)
-    is_spike = (curve[window:] > mean + sigmas * std) & (std >= _SCORE_FLAT)
-    return int(is_spike.sum()) / len(curve)
 
 
 def first_nonfinite(values: ArrayLike) -> int | None:
@@ -114,7 +29,7 @@ def first_nonfinite(values: ArrayLike) -> int | None:
     Raises:
         ValueError: Not one axis.
     """
-    broken = np.flatnonzero(~np.isfinite(_curve(values)))
+    broken = np.flatnonzero(~np.isfinite(as_curve(values)))
     return int(broken[0]) if len(broken) else None
 
 
@@ -138,7 +53,7 @@ def divergence_step(values: ArrayLike, window: int = 16) -> int | None:
     Raises:
         ValueError: Not one axis, or ``window`` below 1.
     """
-    curve = _curve(values)
+    curve = as_curve(values)
     require(window >= 1, "window must be at least 1", f"window={window}")
     if not len(curve):
         return None
@@ -150,7 +65,7 @@ def divergence_step(values: ArrayLike, window: int = 16) -> int | None:
     kept = curve[finite]
     window = min(window, len(kept))
     level = np.median(np.lib.stride_tricks.sliding_window_view(kept, window), -1)
-    noise = _median_and_mad(kept[window - 1 :] - level)[1]
+    noise = median_and_mad(kept[window - 1 :] - level)[1]
     limit = level.min() + max(_REGAINED * (level[0] - level.min()), _NOISE_FACTOR * noise)
     below = np.flatnonzero(level <= limit)
     if below[-1] == len(level) - 1:
@@ -190,7 +105,7 @@ def epochs_to_target(
     Raises:
         ValueError: Not one axis each, lengths that differ, or epochs that do not ascend.
     """
-    at, curve = _curve(epochs), _curve(values)
+    at, curve = as_curve(epochs), as_curve(values)
     require(
         len(at) == len(curve) and bool((np.diff(at) > 0).all()),
         "epochs must ascend, one for each value",
@@ -248,7 +163,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Median
 
     Source: the sign-test interval, e.g. Conover 1999, section 3.2.
     """
-    ordered = np.sort(_curve(values))
+    ordered = np.sort(as_curve(values))
     require(0 < confidence < 1, "confidence must lie between 0 and 1", f"confidence={confidence}")
     count = len(ordered)
     if not count or np.isnan(ordered).any():
@@ -266,14 +181,3 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Median
 def _binomial_below(count: int, rank: int) -> float:
     """P(Binomial(count, 1/2) < rank)."""
     return sum(math.comb(count, hits) for hits in range(rank)) / 2**count
-
-
-def _median_and_mad(values: NDArray) -> tuple[float, float]:
-    middle = float(np.median(values))
-    return middle, float(np.median(np.abs(values - middle)))
-
-
-def _curve(values: ArrayLike) -> NDArray:
-    curve = np.asarray(values, dtype=np.float64)
-    require(curve.ndim == 1, "a curve must have one axis", f"shape {list(curve.shape)}", "[steps]")
-    return curve

@@ -40,7 +40,7 @@ STARTS = (
     ("spectral(strength=1)", "default"),
     ("spectral(strength=10)", "default"),
 )
-LOOKS = 4  # and one before the first step
+LOOKS = 2  # and one before the first step
 
 Measured = list[list[dict[str, float]]]
 """Numbers of each head of each layer."""

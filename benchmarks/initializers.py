@@ -46,7 +46,7 @@ INITIALIZERS = (
 )  # fmt: skip
 STARTS = tuple(("softmax", initializer) for initializer in INITIALIZERS)
 DATA = ("fashion_mnist", "shakespeare")
-NUM_EVALUATIONS = 12
+NUM_EVALUATIONS = 8
 CURVE_IMAGES = 1_000  # the curve is measured on the first test images, the end on all of them
 
 MODELS = {
@@ -57,8 +57,8 @@ MODELS = {
 }  # fmt: skip
 FASHION_MNIST_PATCH = 7  # 16 tokens: what lets 25 trainings fit half an hour of two cores
 TRAINING = {
-    "vit": {"steps": 500, "batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.05},
-    "gpt": {"steps": 400, "batch_size": 16, "learning_rate": 3e-3, "weight_decay": 0.1},
+    "vit": {"steps": 400, "batch_size": 32, "learning_rate": 1e-3, "weight_decay": 0.05},
+    "gpt": {"steps": 300, "batch_size": 16, "learning_rate": 3e-3, "weight_decay": 0.1},
 }
 PERPLEXITY = Metric("perplexity_per_byte", "perplexity a byte", "", False, 3)
 PAPER = {

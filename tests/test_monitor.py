@@ -287,7 +287,7 @@ def test_the_step_after_an_alert_is_measured(net, path):
     with Monitor(net, every=100, jsonl=path, auto_step=False) as monitor:
         for factor in scale:
             loss = net(states())
-            monitor.note(loss=float(loss) * factor)
+            monitor.note(loss=loss.item() * factor)
             monitor.end_step()
     assert monitor.measured_steps == [0, 3, 4]
 

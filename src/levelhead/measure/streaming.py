@@ -20,6 +20,8 @@ from levelhead.stages.masks import resolve_mask
 from levelhead.stages.scores import cap_scores
 
 _BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 24}  # scores held at once: 1 MiB, 64 MiB in float32
+_CAUSAL_STRETCHES = 8
+"""A block ends with the last key its last query sees: short stretches of queries waste less."""
 DEFAULT_QUERIES = 128
 """Queries looked at where not all are asked for: evenly spaced, the middle of each stretch."""
 
@@ -158,6 +160,8 @@ class AttentionScores:
         room = max(1, _BLOCK_NUMBERS.get(self.query.device.type, 1 << 18) // self.num_keys)
         kv_step = num_kv_heads if whole_heads else 1
         query_step = _at_most(len(query_idx), room // (group * kv_step))
+        if self.is_causal and query_step < len(query_idx):
+            query_step = _at_most(query_step, -(-len(query_idx) // _CAUSAL_STRETCHES))
         if not whole_heads:
             kv_step = _at_most(num_kv_heads, room // (group * query_step))
         batch_step = _at_most(num_batch, room // (group * kv_step * query_step))

@@ -23,7 +23,7 @@ from levelhead.harness.processes import (
 )
 from levelhead.harness.selection import held_out
 from levelhead.harness.tasks import Task, make_task
-from levelhead.harness.train import train_cell
+from levelhead.harness.train import one_thread, train_cell
 
 Job = tuple[Training, Cell]
 NO_MEMORY = "can't allocate memory"  # what torch's CPU allocator says
@@ -75,7 +75,8 @@ def train_job(job: Job, report: Report) -> dict[str, Any]:
         report()
 
     try:
-        record = train_cell(cast(Task, task), cell, step_done)
+        with one_thread():
+            record = train_cell(cast(Task, task), cell, step_done)
     except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)):
             raise

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -420,13 +421,16 @@ def test_the_printed_report_has_one_line_per_matrix():
 
 
 @pytest.mark.slow
-def test_initialising_vit_b_takes_less_memory_than_one_layer():
+@pytest.mark.parametrize("initializer", INITIALIZERS)
+def test_initialising_vit_b_takes_less_memory_than_one_layer(initializer):
     from levelhead.bench.timing import peak_extra_bytes
 
     timm = pytest.importorskip("timm")
-    model = timm.create_model("vit_base_patch16_224")
+    model = timm.create_model("vit_base_patch16_224", depth=2)
+    wider = partial(timm.create_model, "vit_base_patch16_224", depth=2, embed_dim=816)
+    options = {"teacher": wider()} if initializer == "weight_selection" else {}
     layer_bytes = 4 * sum(p.numel() for p in model.blocks[0].parameters())
-    assert peak_extra_bytes(lambda: initialize_(model, "conditioned")) < layer_bytes
+    assert peak_extra_bytes(lambda: initialize_(model, initializer, **options)) < layer_bytes
 
 
 # What a batch shows -------------------------------------------------------------------------

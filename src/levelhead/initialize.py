@@ -147,7 +147,7 @@ def _run_site(job: Job, site: AttentionSite) -> Rows:
 
 
 def _store(
-    site: AttentionSite, weights: ProjectionWeights, fresh: dict[str, Tensor]
+    site: AttentionSite, weights: ProjectionWeights, fresh: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Cast once, write, and return what the host then holds, which must be what was written."""
     if not fresh:

@@ -8,6 +8,7 @@ from levelhead.init.weight_selection import (
     select_weights,
     selected_indices,
     teacher_names,
+    weight_selection,
 )
 
 
@@ -78,6 +79,25 @@ def test_whole_model_leaves_the_classifier_and_integers_out():
     rows, columns = selected_indices(27, 18), selected_indices(9, 6)
     expected = teacher["blocks.1.qkv.weight"][rows][:, columns]
     assert torch.equal(selected["blocks.1.qkv.weight"], expected)
+
+
+def test_a_selection_reads_the_teacher_when_it_is_looked_up_and_holds_nothing():
+    student, teacher = state(6, 2), state(9, 4, classes=3)
+    selection = weight_selection(student, teacher=teacher)
+    assert len(selection) == 2
+    teacher["blocks.1.qkv.weight"].fill_(7)
+    for name, values in select_weights(student, teacher=teacher).items():
+        assert torch.equal(selection[name], values)
+    assert (selection["blocks.1.qkv.weight"] == 7).all()
+    selection["blocks.1.qkv.weight"].zero_()
+    assert (teacher["blocks.1.qkv.weight"] == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_what_is_selected_is_a_copy_even_where_all_of_it_is(shape):
+    teacher = torch.ones(shape)
+    select_weight(teacher, shape).zero_()
+    assert (teacher == 1).all()
 
 
 def test_teachers_that_do_not_fit_are_refused():

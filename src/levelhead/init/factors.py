@@ -39,7 +39,7 @@ def balanced_factors(
     right = (vectors * root).mT
     if rank == own_rank:
         return left, right
-    mixing = uniform_orthogonal(standard_normal((own_rank, rank), target, generator))
+    mixing = uniform_orthogonal((own_rank, rank), target, generator)
     return left @ mixing, mixing.mT @ right
 
 
@@ -89,8 +89,7 @@ def _triangle(matrix: Tensor) -> Tensor:
 
 def _random_turn(triangle: Tensor, rows: int, generator: torch.Generator | None) -> Tensor:
     """``Q B R`` for a uniform rotation Q: Q B is a uniform matrix with orthonormal columns."""
-    drawn = standard_normal((rows, triangle.shape[0]), triangle, generator)
-    return uniform_orthogonal(drawn) @ triangle
+    return uniform_orthogonal((rows, triangle.shape[0]), triangle, generator) @ triangle
 
 
 def least_squares_queries(

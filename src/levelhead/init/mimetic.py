@@ -148,8 +148,9 @@ def mimetic_vo(
     sizes = v_weight.shape[0], o_weight.shape[1]
     target = mimetic_target(*sizes, noise, identity, v_weight, generator)
     value, group_sums = balanced_factors(target, v_weight.shape[1], generator)
+    del target
     group_size = num_heads // num_kv_heads
-    shares = split_heads(group_sums.mT, num_kv_heads) / group_size
+    shares = split_heads(group_sums.div_(group_size).mT, num_kv_heads)
     return value, merge_heads(shares.repeat_interleave(group_size, dim=0)).mT
 
 

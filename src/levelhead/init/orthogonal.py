@@ -9,16 +9,37 @@ from torch import Tensor
 from levelhead.init.blocks import (
     apply_gain,
     check_projection,
-    merge_heads,
-    split_heads,
     standard_normal,
 )
+from levelhead.shapes import at_least_float32
 
 TINY = torch.finfo(torch.float32).tiny
 
 
 @torch.no_grad()
-def uniform_orthogonal(gaussian: Float[Tensor, "rows cols"]) -> Float[Tensor, "rows cols"]:
+def uniform_orthogonal(
+    shape: tuple[int, int], like: Tensor, generator: torch.Generator | None
+) -> Float[Tensor, "rows cols"]:
+    """Draw a matrix with orthonormal columns (rows, where wide) from the uniform law.
+
+    Args:
+        shape: Rows and columns.
+        like: Gives device and the least width of the dtype.
+        generator: Random source; None uses torch's global one.
+
+    Returns:
+        The matrix in float32 (float64 where ``like`` is), computed in float64.
+
+    Source: as `orthogonal_from_reflections`.
+    """
+    tall = (max(shape), min(shape))
+    factor = orthogonal_from_reflections(standard_normal(tall, like, generator))
+    return (factor if shape == tall else factor.mT).to(at_least_float32(like.dtype))
+
+
+def orthogonal_from_reflections(
+    gaussian: Float[Tensor, "rows cols"],
+) -> Float[Tensor, "rows cols"]:
     """Turn a Gaussian matrix into a uniformly distributed one with orthonormal columns.
 
         Q = H_1 H_2 ... H_cols diag(+-1),    H_j maps the part of column j from row j on to +-e_j
@@ -28,16 +49,17 @@ def uniform_orthogonal(gaussian: Float[Tensor, "rows cols"]) -> Float[Tensor, "r
     factorisation would meet, one after the other, can be read off the columns as they are drawn.
 
     Args:
-        gaussian: Independent N(0, 1) entries; those above the diagonal are not used.
+        gaussian: Independent N(0, 1) entries, no more columns than rows; those above the diagonal
+            are not used.
 
     Returns:
-        Orthonormal columns (rows, where wide) in the dtype of ``gaussian``, computed in float64.
+        Q in float64.
 
     Source: Stewart, The Efficient Generation of Random Orthogonal Matrices, SIAM J. Numer. Anal.
     17, 1980; Mezzadri 2007, arXiv math-ph/0609050 (the signs).
     """
-    is_wide = gaussian.shape[0] < gaussian.shape[1]
-    vectors = (gaussian.mT if is_wide else gaussian).to(torch.float64, copy=True).tril_()
+    vectors = gaussian.to(torch.float64, copy=True).tril_()
+    del gaussian  # a whole matrix less to hold, where the caller holds none
     first = vectors.diagonal()
     first[first == 0] = TINY  # a vector of one entry could be zero and would have no direction
     image = -torch.linalg.vector_norm(vectors, dim=0).copysign(first)
@@ -45,7 +67,7 @@ def uniform_orthogonal(gaussian: Float[Tensor, "rows cols"]) -> Float[Tensor, "r
     vectors /= first - image
     factor = torch.linalg.householder_product(vectors, scales)
     factor *= image.sign()
-    return (factor.mT if is_wide else factor).to(gaussian.dtype)
+    return factor
 
 
 @torch.no_grad()
@@ -77,10 +99,9 @@ def orthogonal(
     (per head).
     """
     check_projection("weight", weight, num_heads, "num_heads")
-    drawn = standard_normal(tuple(weight.shape), weight, generator)
-    # Head by head: the work is in float64, and one head at a time keeps that small.
-    blocks = torch.stack([uniform_orthogonal(block) for block in split_heads(drawn, num_heads)])
-    return apply_gain(merge_heads(blocks), weight, gain)
+    block = weight.shape[0], weight.shape[1] // num_heads
+    blocks = [uniform_orthogonal(block, weight, generator) for _ in range(num_heads)]
+    return apply_gain(torch.cat(blocks, dim=1), weight, gain)
 
 
 def orthogonal_(

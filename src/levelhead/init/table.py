@@ -18,7 +18,7 @@ from levelhead.init.mimetic import (
     mimetic_vo,
 )
 from levelhead.init.orthogonal import orthogonal, xavier
-from levelhead.init.weight_selection import select_weights
+from levelhead.init.weight_selection import weight_selection
 from levelhead.shapes import require
 
 
@@ -54,7 +54,7 @@ class HostProjections:
 
 MATRICES = ("q", "k", "v", "o")
 
-Fresh = dict[str, Tensor]
+Fresh = Mapping[str, Tensor]
 
 
 def _no_notes(host: HostProjections, **options: Any) -> list[str]:
@@ -201,7 +201,7 @@ _TABLE = (
         "weight_selection", "entries arange(s) t / s, else round(linspace(0, t - 1, s))",
         "Xu et al. 2024, arXiv 2311.18823",
         "every weight of the model but the classifier head",
-        "a larger trained model of the same family is at hand", select_weights,
+        "a larger trained model of the same family is at hand", weight_selection,
         whole_model=True,
     ),
     InitializerInfo(

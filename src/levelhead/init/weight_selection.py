@@ -1,6 +1,7 @@
 """Weight selection: a small model starts from evenly spaced entries of a larger trained one."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
@@ -55,16 +56,12 @@ def select_weight(teacher: Tensor, student_shape: tuple[int, ...]) -> Tensor:
 
     Source: as `selected_indices`.
     """
-    require(
-        teacher.ndim == len(student_shape),
-        "student and teacher tensors must have as many dimensions",
-        f"student {list(student_shape)}, teacher {list(teacher.shape)}",
-    )
-    selected = teacher.detach().clone()
+    _require_as_many_dimensions(teacher, student_shape)
+    selected = teacher.detach()
     for dim, size in enumerate(student_shape):
         indices = selected_indices(teacher.shape[dim], size).to(teacher.device)
         selected = selected.index_select(dim, indices)
-    return selected
+    return selected if student_shape else selected.clone()
 
 
 def first_layers(teacher_layers: int, student_layers: int) -> list[int]:
@@ -139,7 +136,60 @@ def teacher_names(
     }
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Selection(Mapping[str, Tensor]):
+    """Student name to selected tensor; each is selected when it is looked up, none is held.
+
+    Attributes:
+        student: The student's state dict; gives the shapes.
+        teacher: The teacher's state dict.
+        names: From which tensor of the teacher each selected tensor of the student comes.
+    """
+
+    student: Mapping[str, Tensor]
+    teacher: Mapping[str, Tensor]
+    names: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return select_weight(self.teacher[self.names[name]], tuple(self.student[name].shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def weight_selection(
+    student: Mapping[str, Tensor], *, teacher: Mapping[str, Tensor], layers: str = "first"
+) -> Selection:
+    """Check that a student can be selected from a larger teacher of the same family.
+
+    Args:
+        student: The student's state dict; gives names and shapes, not changed.
+        teacher: The teacher's state dict.
+        layers: "first" (layer i from layer i) or "uniform".
+
+    Returns:
+        The selection of every floating-point tensor but those of the classifier head.
+
+    Source: as `selected_indices`.
+    """
+    wanted = [n for n, t in student.items() if t.is_floating_point() and not is_head(n)]
+    names = teacher_names(wanted, teacher, layers)
+    missing = [f"{name} (from {names[name]})" for name in wanted if names[name] not in teacher]
+    require(
+        not missing,
+        "every tensor of the student but the classifier head must have one in the teacher",
+        f"{len(missing)} without, first {missing[:3]}",
+        "a teacher of the same family that is at least as deep",
+    )
+    require(bool(wanted), "the student must have tensors to select", "none but a classifier head")
+    for name in wanted:
+        _require_selectable(name, student[name], teacher[names[name]])
+    return Selection(student, teacher, names)
+
+
 def select_weights(
     student: Mapping[str, Tensor], *, teacher: Mapping[str, Tensor], layers: str = "first"
 ) -> dict[str, Tensor]:
@@ -156,22 +206,22 @@ def select_weights(
 
     Source: as `selected_indices`.
     """
-    wanted = [n for n, t in student.items() if t.is_floating_point() and not is_head(n)]
-    names = teacher_names(wanted, teacher, layers)
-    missing = [f"{name} (from {names[name]})" for name in wanted if names[name] not in teacher]
+    return dict(weight_selection(student, teacher=teacher, layers=layers))
+
+
+def _require_as_many_dimensions(teacher: Tensor, student_shape: tuple[int, ...]) -> None:
     require(
-        not missing,
-        "every tensor of the student but the classifier head must have one in the teacher",
-        f"{len(missing)} without, first {missing[:3]}",
-        "a teacher of the same family that is at least as deep",
+        teacher.ndim == len(student_shape),
+        "student and teacher tensors must have as many dimensions",
+        f"student {list(student_shape)}, teacher {list(teacher.shape)}",
     )
-    require(bool(wanted), "the student must have tensors to select", "none but a classifier head")
-    return {name: _selected(name, student[name], teacher[names[name]]) for name in wanted}
 
 
-def _selected(name: str, student: Tensor, teacher: Tensor) -> Tensor:
+def _require_selectable(name: str, student: Tensor, teacher: Tensor) -> None:
     try:
-        return select_weight(teacher, tuple(student.shape))
+        _require_as_many_dimensions(teacher, tuple(student.shape))
+        for teacher_size, student_size in zip(teacher.shape, student.shape, strict=True):
+            selected_indices(teacher_size, student_size)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -62,18 +62,26 @@ def test_output_and_gradients_are_those_of_the_reference(normaliser, masks):
     torch.testing.assert_close(found, torch.autograd.grad(expected, learning, grad))
 
 
-def test_float32_is_as_near_to_float64_as_the_reference_is():
-    inner = lh.InnerAttention("soft_cap(cap=2.0)", embed_dim=H * D, num_heads=H)
-    tensors = [torch.randn(B, H, 131, D) for _ in range(3)]
-    exact = inner(*(t.double() for t in tensors), is_causal=True)
-    assert (inner(*tensors, is_causal=True) - exact).abs().max() < 1e-5
+@pytest.mark.parametrize("cap", [2.0, 50.0])
+@pytest.mark.parametrize("size", [0.01, 1.0, 10.0])
+def test_float32_is_as_near_to_float64_as_its_scores_allow(cap, size):
+    inner = lh.InnerAttention(f"soft_cap(cap={cap})", embed_dim=H * D, num_heads=H)
+    query, key, value = (torch.randn(B, H, 131, D) for _ in range(3))
+    wide = [t.double() for t in (size * query, key, value)]
+    error = inner(size * query, key, value, is_causal=True) - inner(*wide, is_causal=True)
+    assert error.abs().max() < 1e-5 * value.abs().max()
 
 
 @pytest.mark.parametrize(
-    "options", [{"dropout_p": 0.3}, {"attn_bias": torch.zeros(T, T, requires_grad=True)}]
+    ("cap", "options"),
+    [
+        (2.0, {"dropout_p": 0.3}),
+        (2.0, {"attn_bias": torch.zeros(T, T, requires_grad=True)}),
+        (100.0, {}),
+    ],
 )
-def test_what_it_cannot_take_goes_the_plain_way(options):
-    inner = lh.InnerAttention("soft_cap(cap=2.0)", embed_dim=H * D, num_heads=H)
+def test_what_it_cannot_take_goes_the_plain_way(cap, options):
+    inner = lh.InnerAttention(f"soft_cap(cap={cap})", embed_dim=H * D, num_heads=H)
     output = inner(*(draw(B, H, T, D, dtype=torch.float32) for _ in range(3)), **options)
     assert type(output.grad_fn).__name__ != "CappedAttentionBackward"
 

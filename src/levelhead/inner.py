@@ -320,7 +320,7 @@ class InnerAttention(nn.Module):
 
             return map_query_blocks(block, query)
 
-        if not fits_capped_attention(query, call.mask, call.dropout_p):
+        if not fits_capped_attention(query, call.mask, call.dropout_p, self.cap.soft_cap):
             return plain(query, key, value)
         return CappedAttention.apply(  # pyright: ignore[reportReturnType]
             query, key, value, self.normaliser.extra_score(query), call.mask, call.scale,

@@ -181,7 +181,8 @@ def measure_memory(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str
     """
     case = Case(num_tokens, 1, device, dtype)
     calls = {"sdpa": plain_sdpa} | {v: attend_with(v, case) for v in inner_variants()}
-    case.step(plain_sdpa, True)()  # gradients exist from here on, for the baseline too
+    # Gradients exist from here on, counted, so that every step frees them: the baseline's too.
+    peak_extra_bytes(case.step(plain_sdpa, True), device)
     peaks = {n: peak_extra_bytes(case.step(call, True), device) for n, call in calls.items()}
     matrix = NUM_HEADS * num_tokens**2 * torch.finfo(torch.float32).bits // 8
     return {

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from levelhead.sharding import is_sharded
@@ -66,3 +67,16 @@ def local_part(tensor: Tensor) -> Tensor:
         A plain tensor.
     """
     return tensor.to_local() if is_sharded(tensor) else tensor  # pyright: ignore
+
+
+def drop_gathered(model: nn.Module) -> None:
+    """Let FSDP2 forget weights it still holds whole after a forward without a backward.
+
+    They would be used by the next forward although the shards may have changed since.
+
+    Args:
+        model: Sharded or not.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

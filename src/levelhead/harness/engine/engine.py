@@ -139,10 +139,7 @@ class _Engine:
         request = stack.enter_context(listening())
         seed_all(self.cell.seed, self._dropout_name())
         self._watch()
-        self._resume()
-        if self.is_main:
-            self.log = JsonlWriter(self.folder / METRICS)
-            stack.callback(self.log.close)
+        self._resume(stack)
         if self.step == 0:
             self.concentration_start = self._concentration()
         with self.training.monitor or nullcontext():
@@ -174,22 +171,26 @@ class _Engine:
         self.write("scalars", step=step + 1, values=dict(scalars))
         self.accelerator.log(dict(scalars), step=step + 1)
 
-    def _resume(self) -> None:
-        """Load the newest whole checkpoint and cut the logs back to it."""
-        place = self.folder / CHECKPOINTS
-        found = latest_checkpoint(place, self.note) if self.is_main else None
+    def _resume(self, stack: ExitStack) -> None:
+        """Load the newest whole checkpoint, cut the logs back to it and open them."""
+        place, said = self.folder / CHECKPOINTS, list[str]()
+        found = latest_checkpoint(place, said.append) if self.is_main else None
         path = self._from_main(found.path if found else None)
         if path is not None:
             checkpoint = found or read_checkpoint(path)
             self.training.load(checkpoint, self.cell.seed)
             self.step, self.times = checkpoint.step, checkpoint.state["times"]
             self.concentration_start = checkpoint.state["concentration_start"]
-            self.note(f"going on after step {self.step}, from {path}")
+            said.append(f"going on after step {self.step}, from {path}")
         elif self.options.resume:
-            self.note("no checkpoint was written yet; starting from the first step")
+            said.append("no checkpoint was written yet; starting from the first step")
         if self.is_main:
             keep_events(self.folder / METRICS, lambda e: e.get("step", 0) <= self.step)
             keep_events(self.folder / MONITOR, lambda e: e.get("step", 0) < self.step)
+            self.log = JsonlWriter(self.folder / METRICS)
+            stack.callback(self.log.close)
+        for text in said:
+            self.note(text)
 
     def _train(self, request: StopRequest) -> None:
         settings, data = self.task.settings, self._batches()

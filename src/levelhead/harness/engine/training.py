@@ -13,7 +13,7 @@ from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 
 from levelhead.harness.config import Training
-from levelhead.harness.engine.average import WeightAverage
+from levelhead.harness.engine.average import WeightAverage, drop_gathered
 from levelhead.harness.engine.checkpoint import Checkpoint
 from levelhead.harness.engine.random_state import random_state, seed_all, set_random_state
 from levelhead.harness.engine.schedule import make_schedule
@@ -129,7 +129,10 @@ class ModelInTraining:
             The task's metrics.
         """
         with self.average.in_place() if self.average is not None else nullcontext():
-            return self.task.evaluate(self._facing_cpu())
+            try:
+                return self.task.evaluate(self._facing_cpu())
+            finally:
+                drop_gathered(self.module)
 
     def _facing_cpu(self) -> nn.Module:
         is_on_cpu = self.accelerator.device.type == "cpu"

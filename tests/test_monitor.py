@@ -478,16 +478,6 @@ def test_a_trainer_of_transformers(path, tmp_path):
     assert_put_back(model)
 
 
-def test_lightning_fabric(net, path):
-    fabric_module = pytest.importorskip("lightning.fabric")
-    fabric = fabric_module.Fabric(accelerator="cpu", devices=1)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 1e-3))
-    with Monitor(net, every=1, jsonl=path) as monitor:
-        fabric.backward(model(states()))
-        optimizer.step()
-    assert monitor.measured_steps == [0]
-
-
 def _rank(rank, port, folder, reductions):
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)

@@ -265,7 +265,7 @@ class Monitor:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside torch.compile and data parallelism.
+    """Return the module inside torch.compile, data parallelism and Lightning Fabric.
 
     Args:
         model: Any.
@@ -278,6 +278,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.module
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+        elif type(model).__module__.startswith("lightning.fabric"):
+            model = model._forward_module  # pyright: ignore[reportAssignmentType]
         else:
             return model
 

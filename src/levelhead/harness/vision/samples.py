@@ -15,16 +15,13 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from levelhead.harness.order import Key
 from levelhead.harness.recipe_parts import Augmentation
-from levelhead.harness.seeding import named_seed
 from levelhead.harness.vision.sources import MAX_LOST_FRAC, Source
 from levelhead.shapes import require
 
 _LOG = logging.getLogger(__name__)
 NUMPY_SEEDS = 2**32
-
-Key = tuple[int, int]
-"""Index of a sample, and the seed of what is done to it."""
 
 
 @contextmanager
@@ -47,34 +44,6 @@ def seeded(seed: int) -> Iterator[None]:
         random.setstate(before[0])
         np.random.set_state(before[1])
         torch.set_rng_state(before[2])
-
-
-def order(num_samples: int, batch_size: int, repeats: int, seed: int, start_step: int = 0
-          ) -> Iterator[list[Key]]:  # fmt: skip
-    """Yield the samples of each step for ever, epoch after epoch, each in an order of its own.
-
-    Args:
-        num_samples: Of the source.
-        batch_size: Of a step; what is left at the end of an epoch is dropped.
-        repeats: Copies of a sample that follow each other; an epoch stays as long.
-        seed: Of the run.
-        start_step: First step, from 0.
-
-    Yields:
-        ``batch_size`` keys.
-    """
-    per_epoch = num_samples // batch_size
-    step = start_step
-    while True:
-        epoch, first = divmod(step, per_epoch)
-        generator = torch.Generator().manual_seed(named_seed(seed, f"epoch {epoch}"))
-        permuted = torch.randperm(num_samples, generator=generator)
-        if repeats > 1:
-            permuted = permuted.repeat_interleave(repeats)[:num_samples]
-        for chosen in permuted.split(batch_size)[first:per_epoch]:
-            base = named_seed(seed, f"step {step}") >> 1
-            yield [(index, base + place) for place, index in enumerate(chosen.tolist())]
-            step += 1
 
 
 class Samples(Dataset):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from levelhead.harness.config import TrainingSettings
+from levelhead.harness.order import order
 from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.recipe import Recipe
 from levelhead.harness.recipe_models import (
@@ -22,7 +23,7 @@ from levelhead.harness.recipe_models import (
 from levelhead.harness.recipe_parts import TimmModel, ViTModel
 from levelhead.harness.recipe_training import training_settings
 from levelhead.harness.tasks import Batch, Metric
-from levelhead.harness.vision.samples import Broken, Collate, Samples, loader, order
+from levelhead.harness.vision.samples import Broken, Collate, Samples, loader
 from levelhead.harness.vision.sources import Data, Source, open_source, stated_sizes
 from levelhead.harness.vision.transforms import make_transform
 from levelhead.shapes import require
@@ -89,7 +90,7 @@ class RecipeImages:
     def batches(self, seed: int, start_step: int = 0) -> Iterator[Batch]:
         samples = self._samples(self.source, is_training=True)
         keys = order(
-            len(self.source), self.settings.batch_size, self.augmentation.repeats, seed, start_step
+            len(self.source), self.settings.batch_size, seed, start_step, self.augmentation.repeats
         )
         collate = Collate(self.augmentation, self.num_classes)
         for images, targets, broken in loader(samples, keys, collate, self._num_workers):

@@ -1,0 +1,1 @@
+"""Causal language models as recipes describe them: documents, tokens, windows, the task."""

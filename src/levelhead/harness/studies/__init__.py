@@ -1,0 +1,1 @@
+"""The synthetic studies: what is measured beside a loss, and tasks that are made up."""

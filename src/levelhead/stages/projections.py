@@ -126,7 +126,8 @@ def leading_pair(
     """
     wide = weight.detach().to(at_least_float32(weight.dtype))
     if wide.shape[0] < wide.shape[1]:
-        return leading_pair(wide.mT)[::-1]
+        right, left = leading_pair(wide.mT)
+        return left, right
     require(
         wide.is_meta or bool(wide.isfinite().all() and wide.any()),
         "a weight whose spectral norm is divided by must be finite and not zero",

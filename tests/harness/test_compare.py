@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 
 import pytest
 import yaml
@@ -12,8 +13,9 @@ from levelhead.harness import step_times, workers
 from levelhead.harness import summary as summary_module
 from levelhead.harness.compare import compare
 from levelhead.harness.config import DEFAULT_VARIANTS, Cell, CompareSettings, cells
+from levelhead.harness.processes import Result
 from levelhead.harness.reading import read_task
-from levelhead.harness.show import comparison_table
+from levelhead.harness.show import comparison_table, show_summary
 from levelhead.harness.statistics import paired_difference
 from levelhead.harness.tasks import (
     ImageClassification,
@@ -309,6 +311,134 @@ def test_mixed_versions_are_said():
     summary = summary_of({"softmax": [90.0, 91.0], "quest": [90.0, 92.0]})
     assert not any("versions" in sentence for sentence in summary["reading"])
     assert any("2 versions" in sentence for sentence in read_task(summary | {"num_versions": 2}))
+
+
+def dead(jobs, train_job, on_steps, retries):
+    """Stand in for the processes: quest's first seed dies always, gate's second dies once."""
+    for job in jobs:
+        _, cell = job
+        if (cell.variant, cell.seed) == ("quest", 0):
+            yield Result(job=job, deaths=("killed by SIGKILL",) * (retries + 1))
+            continue
+        deaths = ("killed by SIGKILL",) if (cell.variant, cell.seed) == ("gate", 1) else ()
+        yield Result(job=job, value=train_job(job, lambda: None), deaths=deaths)
+
+
+def test_a_training_that_dies_is_said_left_out_and_tried_again_by_the_next_call(
+    tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "run_here", dead)
+        summary = compare(tiny_settings(), tmp_path, workers=1, retries=1)
+    counts = [summary[f"num_{name}"] for name in ("trained", "reused", "unfinished")]
+    assert counts == [5, 0, 1]
+    _, quest, gate = summary["tasks"][0]["rows"]
+    assert quest["unfinished"] == [{"seed": 0, "deaths": ["killed by SIGKILL"] * 2}]
+    assert (quest["n"], quest["difference"]["n"], quest["values"][0]) == (1, 1, None)
+    assert gate["retried"] == [{"seed": 1, "deaths": ["killed by SIGKILL"]}]
+    assert (gate["n"], gate["unfinished"]) == (2, [])
+    text = "\n".join(summary["tasks"][0]["reading"])
+    assert "quest: seed 0 is missing: its process died 2 times (killed by SIGKILL)" in text
+    assert "gate: seed 1 was trained again, from its start: its process died 1 time" in text
+    console = Console(width=160, file=io.StringIO())
+    show_summary(console, summary)
+    printed = console.file.getvalue()
+    assert "1 lost" in printed
+    assert "1 again" in printed
+    assert "1 died at every attempt (the same command tries again)" in printed
+    lost = json.loads((tmp_path / "deaths.jsonl").read_text())
+    assert (lost["variant"], lost["seed"]) == ("quest", 0)
+    whole = compare(tiny_settings(), tmp_path, workers=1)
+    assert (whole["num_trained"], whole["num_reused"], whole["num_unfinished"]) == (1, 5, 0)
+    assert whole["tasks"][0]["rows"][2]["retried"] == gate["retried"]  # kept with its record
+
+
+def test_a_baseline_that_never_finishes_leaves_a_table_that_says_so(tmp_path, monkeypatch):
+    def all_die(jobs, train_job, on_steps, retries):
+        yield from (Result(job=job, deaths=("killed by SIGKILL",)) for job in jobs)
+
+    monkeypatch.setattr(workers, "run_here", all_die)
+    summary = compare(tiny_settings(), tmp_path, workers=1, retries=0)
+    assert summary["num_unfinished"] == 6
+    assert summary["time"]["outside_frac"] is None
+    show_summary(Console(file=io.StringIO()), summary)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_holm_is_over_all_tasks_together():
+    values = {"softmax": [90.0, 92.0, 88.0], "quest": [95.1, 97.0, 92.9]}
+    (alone,) = [summary_of(values)]
+    settings = tiny_settings(("quest",), seeds=3)
+    other = settings.tasks[0].model_copy(update={"data": "other"})
+    both = settings.model_copy(update={"tasks": (settings.tasks[0], other)})
+    task = make_task(settings.tasks[0])
+    second = ImageClassification(other, task.data)
+    records = {
+        Cell(task=name, variant=variant, init="default", seed=seed).key: record(
+            variant, seed, accuracy
+        )
+        for name in ("digits", "other")
+        for variant, accuracies in values.items()
+        for seed, accuracy in enumerate(accuracies)
+    }
+    timing = dict.fromkeys(values, {"ratio": 1, "ratio_min": 1, "ratio_max": 1, "median_s": 1})
+    tasks = {"digits": task, "other": second}
+    timings = dict.fromkeys(tasks, timing)
+    for summed_up in summary_module.summarise(tasks, both, records, timings):
+        p_holm = summed_up["rows"][1]["difference"]["p_holm"]
+        assert p_holm == pytest.approx(2 * alone["rows"][1]["difference"]["p_holm"])
+        assert "2 comparisons were made in the whole grid" in "\n".join(summed_up["reading"])
+
+
+def test_what_does_not_survive_holm_is_marked():
+    weak = [90.0 + step for step in (0.9, 1.0, 1.35)]
+    values = {"softmax": [90.0] * 3, "quest": weak}
+    assert summary_of(values)["rows"][1]["shown"] == "better"
+    noise = {f"soft_cap(cap={cap})": [90.5, 89.0, 90.2] for cap in (20.0, 30.0, 40.0, 50.0)}
+    row = summary_of(values | noise)["rows"][1]
+    assert (row["verdict"], row["stands"]) == ("better", False)
+    assert row["shown"] == "better, not after Holm"
+
+
+def test_an_older_folder_opens_and_goes_on(tmp_path):
+    """Records and settings as they were before rates, parts and clocks: nothing trains again."""
+    compare(tiny_settings(seeds=1), tmp_path, workers=1)
+    path = tmp_path / "cells.jsonl"
+    newer = {"learning_rate", "part", "clock_s"}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert newer <= set(lines[0])
+    old = [{key: v for key, v in line.items() if key not in newer} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in old))
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    for key in ("learning_rates", "selection_seeds"):
+        del config["settings"][key]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    summary = compare(tiny_settings(seeds=1), tmp_path, workers=1)
+    assert (summary["num_trained"], summary["num_reused"]) == (0, 3)
+    grown = yaml.safe_load((tmp_path / "config.yaml").read_text())["settings"]
+    assert CompareSettings(**grown) == tiny_settings(seeds=1)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_a_training_costs_that_attempt_alone(tmp_path):
+    """A real process, a real SIGKILL, while it reports its first steps."""
+    settings = tiny_settings(("quest",), seeds=2, steps=300)
+    whole = compare(settings, tmp_path / "whole", workers=1)
+    killed = []
+
+    def kill_the_first(what, count):
+        if what == "steps" and count > 0 and not killed:
+            killed.append(multiprocessing.active_children()[0])
+            killed[0].kill()
+
+    summary = compare(settings, tmp_path / "killed", workers=2, on_event=kill_the_first)
+    rows = summary["tasks"][0]["rows"]
+    again = [again for row in rows for again in row["retried"]]
+    assert [len(one["deaths"]) for one in again] == [1]
+    assert again[0]["deaths"][0].startswith("killed by SIGKILL")
+    assert [row["values"] for row in rows] == [r["values"] for r in whole["tasks"][0]["rows"]]
+    lines = (tmp_path / "killed" / "cells.jsonl").read_text().splitlines()
+    assert len(lines) == 4
 
 
 @pytest.mark.slow

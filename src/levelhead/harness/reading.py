@@ -76,8 +76,8 @@ def _choice_sentences(row: Mapping[str, Any]) -> list[str]:
     lost = sum(tried["num_missing"] for tried in choice["tried"])
     if lost:
         sentences.append(
-            f"{counted(lost, 'training')} that choose its learning rate died, so it was chosen "
-            "by less than the others; the same command tries again."
+            f"{counted(lost, 'training')} died while its learning rate was chosen, so it had "
+            "less to choose by than the others; the same command tries again."
         )
     diverged = [
         f"{t['num_diverged']} of {t['n'] + t['num_diverged']} at {t['learning_rate']:g}"

@@ -1,7 +1,9 @@
 """``levelhead verify``: a table, an exit code, JSON."""
 
 import json
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def exit_code(*arguments):
 def tiny_vit(monkeypatch):
     model = HOSTS["timm_vit"].build()
     model.default_cfg["input_size"] = (3, 16, 16)
-    monkeypatch.setattr("timm.create_model", lambda name: model)
+    monkeypatch.setattr("timm.create_model", lambda name, pretrained: model)
     return model
 
 
@@ -55,8 +57,49 @@ def test_a_saved_model_is_loaded_and_checked(name, tmp_path, capsys):
     assert "affine: " in capsys.readouterr().out
 
 
-def test_bad_input_ends_with_two_and_one_line(tmp_path, capsys):
-    assert exit_code("vit_tiny_patch16_2") == 2
-    assert "valid: vit_tiny_patch16_224" in capsys.readouterr().err
-    assert exit_code(str(tmp_path), "--variant", "quest") == 2
+MODULE = """
+import torch, levelhead as lh
+
+def stock():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(30, 5, 13, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), torch.randn(2, 7, 30)
+
+def converted():
+    model, batch = stock()
+    lh.convert(model, "gate")
+    return model, batch
+
+def alone():
+    return stock()[0]
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    (tmp_path / "models_to_verify.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("models_to_verify", None)
+
+
+def test_a_function_hands_over_a_model_and_a_batch(written, capsys, tmp_path):
+    assert exit_code("models_to_verify:stock", "--variant", "sink") == 0
+    assert "sink: 2 of 2 attentions converted" in capsys.readouterr().out
+    assert exit_code("models_to_verify:converted") == 0
+    assert "gate: 2 of 2 attentions converted" in capsys.readouterr().out
+    assert exit_code("models_to_verify:converted", "--variant", "sink") == 2
     assert "--variant must be left out" in capsys.readouterr().err
+    assert exit_code("models_to_verify:alone") == 2
+    assert "verify needs a batch, got none: the model does not say" in capsys.readouterr().err
+    np.save(tmp_path / "batch.npy", np.random.default_rng(0).normal(size=(2, 7, 30)).astype("f4"))
+    assert exit_code("models_to_verify:alone", "--data", str(tmp_path / "batch.npy")) == 0
+
+
+def test_bad_input_ends_with_two_and_one_line(tmp_path, capsys):
+    assert exit_code("./nowhere") == 2
+    assert "MODEL must be a folder that exists, module:function, or a name" in (
+        capsys.readouterr().err
+    )
+    assert exit_code(str(tmp_path)) == 2
+    assert "has none of them" in capsys.readouterr().err

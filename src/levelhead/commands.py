@@ -18,6 +18,7 @@ from levelhead.diagnose_command import add_to
 from levelhead.exits import BAD_INPUT, FAILED, INTERRUPTED, explain
 from levelhead.shapes import require, require_known
 from levelhead.terms import parse_terms
+from levelhead.train_command import add_to as add_train_to
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -116,6 +117,18 @@ def compare(
             "Default: digits topics."
         ),
     ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Recipes (`levelhead list recipes`) in place of --data; their own variants and "
+            "inits, unless given."
+        ),
+    ] = None,
+    form: Annotated[str, typer.Option(help="Of the recipes: full or small.")] = "small",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change of a recipe: --set training.epochs=2; repeatable."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="vit, gpt or both, with options: 'vit(num_layers=4) + gpt'."),
@@ -163,16 +176,19 @@ def compare(
     from levelhead.harness.controls import with_controls
     from levelhead.harness.show import show_summary, stdout_console
 
-    names = split_list(variants) or DEFAULT_VARIANTS, split_list(inits) or ("default",)
+    given = {"data": data, "model": model, "steps": steps, "learning_rate": learning_rate}
+    recipes = _load_recipes(split_list(recipe), form, overrides, given)
+    names = _names(split_list(variants), split_list(inits), recipes, DEFAULT_VARIANTS)
     names = with_controls(*names) if controls else names
-    rates = split_list(learning_rates)
-    overrides = {"steps": steps, "learning_rate": learning_rate}
+    changed = {"steps": steps, "learning_rate": learning_rate}
     settings = CompareSettings(
-        tasks=_resolve_tasks(split_list(data), model, overrides),
+        tasks=_recipe_tasks(recipes) or _resolve_tasks(split_list(data), model, changed),
         variants=names[0],
         inits=names[1],
         seeds=seeds,
-        learning_rates=tuple(_number("--learning-rates", rate) for rate in rates),
+        learning_rates=tuple(
+            _number("--learning-rates", rate) for rate in split_list(learning_rates)
+        ),
         selection_seeds=selection_seeds,
     )
     summary = _run_comparison(settings, out or settings.default_folder(), workers, retries)
@@ -181,6 +197,43 @@ def compare(
     else:
         show_summary(stdout_console(), summary)
     _exit_unless(summary["num_unfinished"] == 0)
+
+
+def _load_recipes(
+    names: tuple[str, ...], form: str, overrides: list[str] | None, given: dict[str, Any]
+) -> list[Any]:
+    if not names:
+        require(not overrides, "--set changes a --recipe", f"--set {' '.join(overrides or [])}")
+        return []
+    from levelhead.harness.recipe import FORMS, load_recipe
+
+    require_known("form", form, FORMS)
+    taken = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    require(
+        not taken,
+        "a --recipe names its own data, model and training",
+        f"{', '.join(taken)} as well",
+        "--set key=value",
+    )
+    return [load_recipe(name, form, overrides or ()) for name in names]  # pyright: ignore
+
+
+def _recipe_tasks(recipes: list[Any]) -> tuple[Any, ...]:
+    if not recipes:
+        return ()
+    from levelhead.harness.recipe_tasks import make_recipe_task
+
+    return tuple(make_recipe_task(recipe).settings for recipe in recipes)
+
+
+def _names(
+    variants: tuple[str, ...], inits: tuple[str, ...], recipes: list[Any], default: Any
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is compared: as given, else as the recipes say, else the default."""
+    own_variants = tuple(name for recipe in recipes for name in recipe.variants)
+    own_inits = tuple(name for recipe in recipes for name in recipe.inits)
+    chosen = variants or own_variants or tuple(default), inits or own_inits or ("default",)
+    return tuple(dict.fromkeys(chosen[0])), tuple(dict.fromkeys(chosen[1]))
 
 
 def _exit_unless(well: bool) -> None:
@@ -299,20 +352,29 @@ def report(
 def verify(
     model: Annotated[
         str,
-        typer.Argument(help="Folder of a converted transformers model, or name of a timm model."),
+        typer.Argument(
+            help="A folder of levelhead, of transformers or of a run; module:function (returns a "
+            "model, or a model and a batch); a name of timm (random weights) or transformers."
+        ),
     ],
     variant: Annotated[
         str | None,
-        typer.Option(help="What to convert a timm model to; default quest."),
+        typer.Option(help="What to convert a stock model to; default quest."),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The batch: .safetensors of named arguments, .npy, or .txt. Made when missing."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
-    """Check a converted model on a random batch: parity, scale, leaks, path, padding, cache."""
+    """Check a converted model on one batch: parity, scale, leaks, path, padding, cache."""
     from levelhead.verify_command import verify_named
     from levelhead.verify_report import VerificationError
 
     try:
-        found = verify_named(model, variant)
+        found = verify_named(model, variant, data)
     except VerificationError as error:
         found = error.verification
     _show_checks(found, as_json)
@@ -356,3 +418,4 @@ def benchmarks() -> list[str]:
 
 
 add_to(app)
+add_train_to(app)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import astuple
 from functools import partial
 
 import pytest
@@ -153,13 +154,93 @@ def test_case_a27_a_model_without_attention_is_refused_with_what_was_seen():
         initialize_(nn.Sequential(nn.Linear(3, 3)))
 
 
+KINDS = ["swin", "xcit", "davit", "nystromformer", "llama", "t5", "bert", "gpt2"]
+
+
 @pytest.mark.parametrize("initializer", FRESH)
-@pytest.mark.parametrize("name", ["swin", "xcit", "davit", "nystromformer", "llama", "t5"])
-def test_every_initialiser_works_on_every_kind_of_attention(name, initializer):
+@pytest.mark.parametrize("name", KINDS)
+def test_every_initialiser_keeps_its_promise_on_every_kind_of_attention(name, initializer):
     model = HOSTS[name].build()
     report = initialize_(model, initializer, generator=seeded())
-    assert all(math.isfinite(row.stored.frobenius_norm) for row in report.matrices)
+    sites = [site for site in find_attention(model) if site.read().o_weight is not None]
     assert len({row.site for row in report.initialised}) == HOSTS[name].num_sites
+    assert len(sites) == HOSTS[name].num_sites
+    for site in sites:
+        PROMISES[initializer](site, site.read())
+
+
+def assert_conditioned(site, weights):
+    assert worst_residual(weights.q_weight, site.num_heads) < 1e-6
+    assert worst_residual(weights.k_weight, site.num_kv_heads) < 1e-6
+    assert torch.equal(weights.v_weight, torch.eye(*weights.v_weight.shape))
+
+
+def assert_orthogonal(site, weights):
+    for name in ALL:
+        weight = getattr(weights, f"{name}_weight")
+        tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
+        assert worst_residual(tall, 1) < 1e-6, name
+
+
+def assert_xavier(site, weights):
+    for name in ALL:
+        weight = getattr(weights, f"{name}_weight")
+        std = (2 / sum(weight.shape)) ** 0.5
+        assert abs(float(weight.std()) - std) < 4 * std / (2 * weight.numel()) ** 0.5, name
+
+
+def assert_mimetic(site, weights):
+    """The layer's product of values and outputs, and factors of equal scale in every key head."""
+    group = site.num_heads // site.num_kv_heads
+    value = split_heads(weights.v_weight, site.num_kv_heads).repeat_interleave(group, dim=0)
+    layer = (value @ split_heads(weights.o_weight.T, site.num_heads).mT).sum(0)
+    if weights.v_weight.shape[1] >= len(layer):
+        std = 0.4 / len(layer) ** 0.5
+        off = layer[~torch.eye(len(layer), dtype=torch.bool)]
+        assert abs(float(layer.diagonal().mean()) + 0.4) < 4 * 0.4 / len(layer)
+        assert abs(float(off.std()) - std) < 4 * std / (2 * off.numel()) ** 0.5
+    query = split_heads(weights.q_weight, site.num_heads)[::group]
+    key = split_heads(weights.k_weight, site.num_kv_heads)
+    torch.testing.assert_close(query.mT @ query, key.mT @ key, atol=1e-5, rtol=0)
+    assert float((query * key).sum(2).sum(1).min()) > 0
+
+
+PROMISES = {
+    "conditioned": assert_conditioned,
+    "orthogonal": assert_orthogonal,
+    "xavier": assert_xavier,
+    "mimetic": assert_mimetic,
+}
+
+
+@pytest.mark.parametrize("initializer", FRESH)
+@pytest.mark.parametrize("name", ["timm_vit", "gpt2", "phi3", "bert", "torch_encoder", "xcit"])
+def test_nothing_else_is_touched_and_a_seed_repeats(name, initializer):
+    model = HOSTS[name].build()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    report = initialize_(model, initializer, generator=seeded())
+    once = {key: value.clone() for key, value in model.state_dict().items()}
+    sites = find_attention(model)
+    places = [place for site in sites for place in site.layout.stored().items()]
+    named = [(n, p) for n, p in places if p and n[0] in INITIALIZERS[initializer].matrices]
+    allowed = {id(p.parameter) for n, p in named if n.endswith("_weight")}
+    for key, value in model.state_dict(keep_vars=True).items():
+        assert id(value) in allowed or torch.equal(value, before[key]), key
+    assert {row.matrix for row in report.initialised} == set(INITIALIZERS[initializer].matrices)
+    initialize_(model, initializer, generator=seeded())
+    assert all(torch.equal(value, once[key]) for key, value in model.state_dict().items())
+    initialize_(model, initializer, generator=seeded(4))
+    assert not all(torch.equal(value, once[key]) for key, value in model.state_dict().items())
+
+
+def test_mimetic_products_are_measured_before_and_after_the_cast():
+    model = HOSTS["timm_vit"].build(embed_dim=96, num_heads=3).bfloat16()
+    report = initialize_(model, "mimetic", generator=seeded())
+    assert {row.product for row in report.products} == {"q k^T", "v o"}
+    for row in report.products:
+        for before, after in zip(astuple(row.computed), astuple(row.stored), strict=True):
+            assert before != after
+            assert before == pytest.approx(after, rel=2e-2, abs=1e-3)
 
 
 def test_fused_value_hands_hidden_states_through_a_model():

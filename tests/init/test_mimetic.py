@@ -197,3 +197,12 @@ def test_in_place_form_casts_once_and_repeats_under_a_seed(dtype):
     q, k = mimetic_qk(*weights[:2], num_heads=4, generator=seeded())
     assert torch.equal(weights[0], q.to(dtype))
     assert torch.equal(weights[1], k.to(dtype))
+
+
+def test_in_place_form_takes_the_constants():
+    weights = [torch.zeros(24, 24) for _ in range(4)]
+    constants = {"qk_noise": 0.0, "qk_identity": 0.3, "vo_noise": 0.0, "vo_identity": 0.2}
+    mimetic_(*weights, num_heads=1, **constants, generator=seeded())
+    q, k, v, o = weights
+    torch.testing.assert_close(q @ k.T, 0.3 * torch.eye(24), atol=1e-6, rtol=0)
+    torch.testing.assert_close(v @ o, 0.2 * torch.eye(24), atol=1e-6, rtol=0)

@@ -163,6 +163,10 @@ def mimetic_(
     *,
     num_heads: int,
     num_kv_heads: int | None = None,
+    qk_noise: float = QK_NOISE,
+    qk_identity: float = QK_IDENTITY,
+    vo_noise: float = VO_NOISE,
+    vo_identity: float = VO_IDENTITY,
     generator: torch.Generator | None = None,
 ) -> None:
     """Fill the four projections in place as `mimetic_qk` and `mimetic_vo` say, each cast once.
@@ -176,10 +180,14 @@ def mimetic_(
         o_weight: Changed in place.
         num_heads: Query heads.
         num_kv_heads: Key/value heads; None for as many as query heads.
+        qk_noise: Factor on the Gaussian part of the query-key products.
+        qk_identity: Factor on their identity.
+        vo_noise: Factor on the Gaussian part of the value-output product.
+        vo_identity: Factor on its identity.
         generator: Random source; None uses torch's global one.
     """
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    q, k = mimetic_qk(q_weight, k_weight, generator=generator, **heads)
-    v, o = mimetic_vo(v_weight, o_weight, generator=generator, **heads)
+    common = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "generator": generator}
+    q, k = mimetic_qk(q_weight, k_weight, noise=qk_noise, identity=qk_identity, **common)
+    v, o = mimetic_vo(v_weight, o_weight, noise=vo_noise, identity=vo_identity, **common)
     for weight, fresh in zip((q_weight, k_weight, v_weight, o_weight), (q, k, v, o), strict=True):
         weight.copy_(fresh)

@@ -90,7 +90,8 @@ class _UnitRows(torch.autograd.Function):
             inverse = inverse_row_norm(rows, ctx.eps)
         along = torch.linalg.vecdot(wide, rows.to(inverse.dtype)).unsqueeze(-1) * inverse
         size = inverse if factor is None else inverse * factor
-        grad_rows = torch.addcmul(wide, rows, along * inverse * is_longer, value=-1) * size
+        grad_rows = torch.addcmul(wide, rows, along * inverse * is_longer, value=-1)
+        grad_rows = grad_rows * size if torch.is_grad_enabled() else grad_rows.mul_(size)
         grad_factor = None
         if factor is not None:
             grad_factor = along.sum_to_size(factor.shape).to(factor.dtype)

@@ -31,14 +31,17 @@ def inner_variants() -> list[str]:
 
 
 class Case:
-    """The same tensors for every variant: inputs, and a gradient for the output."""
+    """The same tensors for every variant: inputs, and a gradient for the output.
+
+    Heads lie beside each other in memory, as projections write and read them.
+    """
 
     def __init__(self, num_tokens: int, batch: int, device: str, dtype: torch.dtype):
         generator = torch.Generator().manual_seed(0)
-        shape = (batch, NUM_HEADS, num_tokens, HEAD_DIM)
+        shape = (batch, num_tokens, NUM_HEADS, HEAD_DIM)
         draw = lambda *size: torch.randn(*size, generator=generator).to(device, dtype)  # noqa: E731
-        self.qkv = [draw(*shape).requires_grad_() for _ in range(3)]
-        self.grad = draw(*shape)
+        self.qkv = [draw(*shape).transpose(1, 2).requires_grad_() for _ in range(3)]
+        self.grad = draw(*shape).transpose(1, 2)
         self.hidden_states = draw(batch, num_tokens, NUM_HEADS * HEAD_DIM)
 
     def step(self, attend: Callable[..., Tensor], backward: bool) -> Callable[[], None]:
@@ -120,10 +123,15 @@ def peers(case: Case) -> dict[str, Callable[..., Tensor]]:
 
     plain = attend(flash=True)
     normed = attend(flash=True, scale=HEAD_DIM**0.5)
-    gate = torch.nn.Parameter(torch.randn_like(case.grad))
+    gate_logits = torch.nn.Parameter(torch.randn_like(case.hidden_states))
+
+    def gate(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        merged = plain(query, key, value).transpose(1, 2).flatten(2)
+        return (merged * gate_logits.sigmoid()).unflatten(2, (NUM_HEADS, -1)).transpose(1, 2)
+
     return {
         "qknorm_hs": qk_norm,
-        "gate": lambda q, k, v: plain(q, k, v) * gate.sigmoid(),
+        "gate": gate,
         **_sink_peers(attend),
     }
 

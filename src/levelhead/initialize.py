@@ -47,10 +47,11 @@ def initialize_(
     Names and weights are checked before anything is changed; an attention that the method cannot
     serve is refused when it is reached. Matrices are drawn in one order and dtype in the logical
     layout, computed in float32 or wider and cast once, so one seed gives the same matrices in
-    every layout, dtype and device. Call it once the weights exist: after ``from_pretrained``,
-    ``to_empty`` and every ``reset_parameters``. Sharded parameters are gathered one attention at a
-    time and end up as shards of one whole matrix, rank 0's. Weights that several attentions share
-    are initialised once.
+    every layout, dtype and device (mimetic in float64 or on another device: matrices of the same
+    law, because eigenvectors have no sign of their own). Call it once the weights exist: after
+    ``from_pretrained``, ``to_empty`` and every ``reset_parameters``. Sharded parameters are
+    gathered one attention at a time and end up as shards of one whole matrix, rank 0's. Weights
+    that several attentions share are initialised once.
 
     Args:
         model: Any model in which ``levelhead.find_attention`` finds attention.

@@ -316,7 +316,7 @@ def test_mixed_versions_are_said():
 def dead(jobs, train_job, on_steps, retries):
     """Stand in for the processes: quest's first seed dies always, gate's second dies once."""
     for job in jobs:
-        _, cell = job
+        _, cell, _ = job
         if (cell.variant, cell.seed) == ("quest", 0):
             yield Result(job=job, deaths=("killed by SIGKILL",) * (retries + 1))
             continue

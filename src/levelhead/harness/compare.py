@@ -26,6 +26,8 @@ from levelhead.harness.tasks import Task
 from levelhead.harness.train import start_model
 from levelhead.harness.workers import Job, loaded_task, train_all
 
+TRAININGS = "trainings"  # folder of what the engine keeps of recipes' trainings
+
 OnEvent = Callable[[str, int], None]
 
 
@@ -113,9 +115,9 @@ class _Grid:
 
     def train(self, wanted: Sequence[Cell], then: Sequence[Cell] = ()) -> None:
         """Train those of some cells that no record holds; ``then`` says how many will follow."""
-        jobs = missing_jobs(self.tasks, wanted, self.records)
-        follow = missing_jobs(self.tasks, then, self.records)
-        self.on_event("total", self.steps_done + sum(task.steps for task, _ in [*jobs, *follow]))
+        jobs = self._missing(wanted)
+        steps = sum(settings.steps for settings, _, _ in [*jobs, *self._missing(then)])
+        self.on_event("total", self.steps_done + steps)
         if not jobs:
             return
         workers = default_workers(len(jobs)) if self.workers is None else self.workers
@@ -125,12 +127,20 @@ class _Grid:
             self._keep(result)
         self.records = self._finished()
 
+    def _missing(self, wanted: Sequence[Cell]) -> list[Job]:
+        """The trainings that no record holds."""
+        return [
+            (self.tasks[cell.task].settings, cell, self.run.path / TRAININGS / cell.slug)
+            for cell in wanted
+            if cell.key not in self.records
+        ]
+
     def _count(self, steps: int) -> None:
         self.steps_done += steps
         self.on_event("steps", steps)
 
     def _keep(self, result: Result) -> None:
-        _, cell = result.job
+        _, cell, _ = result.job
         died = {"deaths": list(result.deaths)} if result.deaths else {}
         self.on_event("deaths", len(result.deaths))
         if result.value is None:
@@ -159,19 +169,3 @@ def check_cells(tasks: Mapping[str, Task], settings: CompareSettings) -> None:
     if selection_cells(settings):
         for task in tasks.values():
             held_out(task)
-
-
-def missing_jobs(
-    tasks: Mapping[str, Task], wanted: Sequence[Cell], records: Mapping[str, Any]
-) -> list[Job]:
-    """List the trainings that no record holds.
-
-    Args:
-        tasks: Name to task.
-        wanted: Cells.
-        records: Cell key to record.
-
-    Returns:
-        Settings and cell of each, in the order of the cells.
-    """
-    return [(tasks[cell.task].settings, cell) for cell in wanted if cell.key not in records]

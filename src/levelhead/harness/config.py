@@ -206,6 +206,12 @@ class Cell(_Strict):
         parts += [] if self.part == "test" else [self.part]
         return " | ".join(parts)
 
+    @property
+    def slug(self) -> str:
+        """A folder name that no other cell has."""
+        digest = hashlib.sha256(self.key.encode()).hexdigest()[:12]
+        return f"{self.part}-seed-{self.seed}-{digest}"
+
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Cell":
         """Read back which cell a record is of.

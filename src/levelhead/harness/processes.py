@@ -252,7 +252,7 @@ def _serve(connection: Connection, work: Work) -> None:
     """Live as a worker process: take jobs until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a server resets it
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    with suppress(EOFError, OSError, Stopped):
+    with suppress(EOFError, OSError, Stopped, KeyboardInterrupt):
         connection.send(("ready", None))
         while True:
             job = connection.recv()

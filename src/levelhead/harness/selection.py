@@ -6,7 +6,8 @@ which train without a part of the training data and are measured on that part. T
 then train on all of it at the chosen rate. Every row has the same rates and seeds to choose by.
 """
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -170,7 +171,7 @@ def held_out(task: Task) -> Task:
     """Return a task that trains on four fifths of the training data and is measured on the rest.
 
     Args:
-        task: Any task on images or a text.
+        task: Any task on images or on a text that is known whole.
 
     Returns:
         The same task without the test data.
@@ -178,28 +179,68 @@ def held_out(task: Task) -> Task:
     Raises:
         ValueError: Data of another kind, or too few to split.
     """
-    data = getattr(task, "data", None)
-    split = {ImageData: _split_images, TextData: _split_text}.get(type(data))
-    require(
-        split is not None,
-        "choosing among learning rates needs a task whose training data can be split",
-        f"{task.settings.name}, on {type(data).__name__}",
-        "a single --learning-rate",
+    for is_such, split in SPLITS:
+        if is_such(task):
+            return split(task)
+    raise ValueError(
+        "choosing among learning rates needs a task whose training data can be split, got "
+        f"{task.settings.name}; valid: a single learning rate"
     )
-    assert split is not None
-    return type(task)(task.settings, split(data))  # pyright: ignore[reportCallIssue]
+
+
+def _with_data(task: Any, data: ImageData | TextData) -> Task:
+    return type(task)(task.settings, data)
+
+
+def _cached(task: Any, **parts: Any) -> Task:
+    """Copy a task whose data are cached properties, with others in their place."""
+    changed = copy.copy(task)
+    changed.__dict__.pop("broken", None)  # it counts what is broken in the other part
+    changed.__dict__.update(parts)
+    return changed
+
+
+class _PartOfSource:
+    """Some images of a recipe's source."""
+
+    def __init__(self, source: Any, indices: list[int]):
+        self.source, self.indices = source, indices
+        self.name, self.in_memory = source.name, source.in_memory
+        self.losses, self.num_lost = source.losses, source.num_lost
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int) -> Any:
+        return self.source.read(self.indices[index])
+
+    def where(self, index: int) -> str:
+        return self.source.where(self.indices[index])
+
+
+def _split_source(task: Any) -> Task:
+    kept, validation = _apart(len(task.source), task.settings.name)
+    return _cached(
+        task,
+        source=_PartOfSource(task.source, kept.tolist()),
+        test_source=_PartOfSource(task.source, validation.tolist()),
+        num_classes=task.num_classes,
+    )
+
+
+def _split_windows(task: Any) -> Task:
+    tokens, length = task.train_windows.tokens, task.train_windows.length
+    border = round((1 - VALIDATION_FRAC) * len(tokens))
+    cut = type(task.train_windows)
+    return _cached(
+        task,
+        train_windows=cut(tokens[:border], length),
+        test_windows=cut(tokens[border:], length),
+    )
 
 
 def _split_images(data: ImageData) -> ImageData:
-    num_images = len(data.train_images)
-    num_kept = num_images - round(VALIDATION_FRAC * num_images)
-    require(
-        0 < num_kept < num_images,
-        "a validation part needs at least 3 training images",
-        f"{num_images} in {data.name}",
-    )
-    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(SPLIT_SEED))
-    kept, validation = order[:num_kept], order[num_kept:]
+    kept, validation = _apart(len(data.train_images), data.name)
     return replace(
         data,
         train_images=data.train_images[kept],
@@ -209,8 +250,35 @@ def _split_images(data: ImageData) -> ImageData:
     )
 
 
+def _apart(num_images: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices to train on, and indices to choose by."""
+    num_kept = num_images - round(VALIDATION_FRAC * num_images)
+    require(
+        0 < num_kept < num_images,
+        "a validation part needs at least 3 training images",
+        f"{num_images} in {name}",
+    )
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(SPLIT_SEED))
+    return order[:num_kept], order[num_kept:]
+
+
 def _split_text(data: TextData) -> TextData:
     border = round((1 - VALIDATION_FRAC) * len(data.train_bytes))
     return replace(
         data, train_bytes=data.train_bytes[:border], test_bytes=data.train_bytes[border:]
     )
+
+
+SPLITS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Task]], ...] = (
+    (
+        lambda task: isinstance(getattr(task, "data", None), ImageData),
+        lambda task: _with_data(task, _split_images(task.data)),
+    ),
+    (
+        lambda task: isinstance(getattr(task, "data", None), TextData),
+        lambda task: _with_data(task, _split_text(task.data)),
+    ),
+    (lambda task: hasattr(task, "test_source"), _split_source),
+    (lambda task: hasattr(task, "test_windows") and not task._is_stream, _split_windows),
+)
+"""Which tasks can be split, and how."""

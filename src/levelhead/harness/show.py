@@ -108,7 +108,8 @@ def _closing_words(summary: Mapping[str, Any]) -> str:
     spent = f"{time_words(summary['time'])}\n" if summary["num_trained"] else ""
     return (
         f"{spent}{counted(summary['num_trained'], 'training')} done{again}{lost_words}. "
-        f"Settings, versions, seeds and curves: {summary['folder']}/"
+        f"Settings, versions, seeds and curves: {summary['folder']}/\n"
+        f"As a page: levelhead report {summary['folder']}"
     )
 
 

@@ -5,14 +5,17 @@ trains is behind ``train_all``: another engine, on many machines, need only yiel
 """
 
 import copy
+import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+from pydantic import TypeAdapter
 
-from levelhead.harness.config import Cell, TaskSettings, Training
+from levelhead.harness.config import Cell, TaskSettings, Training, TrainingSettings
 from levelhead.harness.processes import (
     RETRIES,
     OnSteps,
@@ -25,7 +28,8 @@ from levelhead.harness.selection import held_out
 from levelhead.harness.tasks import Task, make_task
 from levelhead.harness.train import one_thread, train_cell
 
-Job = tuple[Training, Cell]
+Job = tuple[Training, Cell, Path]
+"""What is trained, which cell of it, and a folder for what a recipe's training leaves."""
 NO_MEMORY = "can't allocate memory"  # what torch's CPU allocator says
 
 
@@ -35,7 +39,7 @@ def train_all(
     """Train cells, at most ``workers`` at a time, and yield each result as it is there.
 
     Args:
-        jobs: Settings and cell of each training.
+        jobs: Settings, cell and folder of each training.
         workers: Number of processes; 1 trains in this one, whose death nothing survives.
         on_steps: Told how many more steps have been done, a few times a second.
         retries: How often a training whose process died is begun again.
@@ -54,7 +58,7 @@ def train_job(job: Job, report: Report) -> dict[str, Any]:
     """Train one cell on one thread.
 
     Args:
-        job: Settings and cell.
+        job: Settings, cell and folder.
         report: Called after each step.
 
     Returns:
@@ -65,7 +69,7 @@ def train_job(job: Job, report: Report) -> dict[str, Any]:
         MemoryError: There is not enough of it.
         RuntimeError: Anything else that torch complains of.
     """
-    settings, cell = job
+    settings, cell, folder = job
     begun = time.perf_counter()
     task = Clocked(task_of_cell(loaded_task(settings), cell))
     loaded = time.perf_counter()
@@ -76,13 +80,39 @@ def train_job(job: Job, report: Report) -> dict[str, Any]:
 
     try:
         with one_thread():
-            record = train_cell(cast(Task, task), cell, step_done)
+            record = _trained(cast(Task, task), cell, folder, step_done)
     except RuntimeError as error:
         if not (isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)):
             raise
         raise MemoryError(str(error)) from error
     clock = {"data": loaded - begun, **task.clock_s(time.perf_counter() - loaded)}
     return record | {"clock_s": {name: round(seconds, 3) for name, seconds in clock.items()}}
+
+
+def _trained(task: Task, cell: Cell, folder: Path, step_done: Report) -> dict[str, Any]:
+    """Train as the comparison's own tasks do, or as the engine does a recipe's, resumed.
+
+    Raises:
+        KeyboardInterrupt: Someone asked the engine to stop.
+    """
+    if not isinstance(task.settings, TrainingSettings):
+        return train_cell(task, cell, step_done)
+    # Imported here: the embedded comparison needs no accelerate.
+    from levelhead.harness.engine.checkpoint import CHECKPOINTS
+    from levelhead.harness.engine.engine import train
+    from levelhead.harness.engine.options import EngineOptions
+    from levelhead.harness.engine.stop import Stopped
+
+    def on_event(kind: str, values: Mapping[str, Any]) -> None:
+        if kind == "step":
+            step_done()
+
+    try:
+        record = train(task, cell, folder, EngineOptions(resume=folder.exists()), on_event)
+    except Stopped as stopped:  # it has saved what it had done, for the next attempt
+        raise KeyboardInterrupt from stopped
+    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # the record and its log stay
+    return record
 
 
 class Clocked:
@@ -95,14 +125,15 @@ class Clocked:
     def __init__(self, task: Task):
         self._task = task
         self._evaluation_s = 0.0
-        self._begun = self._last_step = time.perf_counter()
+        self._asked = self._begun = self._last_step = time.perf_counter()
         self._evaluation_s_at_last_step = 0.0
+        self._has_stepped = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
     def batches(self, seed: int, start_step: int = 0) -> Iterator[Any]:
-        """Give batches; the last call is the training's, and begins it.
+        """Give batches; the last call before the first step is the training's, and begins it.
 
         Args:
             seed: Of their order.
@@ -111,7 +142,7 @@ class Clocked:
         Returns:
             What the task returns.
         """
-        self._begun = self._last_step = time.perf_counter()
+        self._asked = time.perf_counter()
         return self._task.batches(seed, start_step)
 
     def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
@@ -130,6 +161,8 @@ class Clocked:
 
     def step_done(self) -> None:
         """Note that a training step has ended."""
+        if not self._has_stepped:
+            self._begun, self._has_stepped = self._asked, True
         self._last_step = time.perf_counter()
         self._evaluation_s_at_last_step = self._evaluation_s
 
@@ -168,7 +201,12 @@ def task_of_cell(task: Task, cell: Cell) -> Task:
 
 @lru_cache(maxsize=4)
 def _loaded(settings_json: str) -> Task:
-    return make_task(TaskSettings.model_validate_json(settings_json))
+    settings = TypeAdapter(Training).validate_json(settings_json)
+    if isinstance(settings, TaskSettings):
+        return make_task(settings)
+    from levelhead.harness.recipe_tasks import task_of  # the embedded comparison needs no recipe
+
+    return task_of(settings)
 
 
 def loaded_task(settings: Training) -> Task:

@@ -1,0 +1,81 @@
+"""What a worker does with one cell: the same numbers, and an honest clock."""
+
+import time
+
+import pytest
+import torch
+
+from levelhead.harness import workers
+from levelhead.harness.config import Cell
+from levelhead.harness.tasks import ImageClassification, resolve_task
+from levelhead.harness.train import train_cell
+from levelhead.harness.workers import loaded_task, train_job
+
+TINY = {"vit": {"embed_dim": 12, "num_heads": 2, "num_layers": 1}}
+CELL = Cell(task="digits", variant="quest", init="default", seed=3)
+
+
+def settings(**more):
+    return resolve_task("digits", TINY, steps=4, batch_size=8, **more)
+
+
+def test_a_worker_trains_what_train_cell_trains(tmp_path):
+    steps = []
+    record = train_job((settings(), CELL, tmp_path / "none"), lambda: steps.append(1))
+    plain = train_cell(loaded_task(settings()), CELL)
+    for key in set(plain) - {"seconds"}:
+        assert record[key] == plain[key]
+    assert len(steps) == 4
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_clock_tells_training_from_evaluation_and_building(tmp_path, monkeypatch):
+    """Sleeps of known length in each part; what is left is the small model's own time."""
+
+    def slow(name, seconds):
+        real = getattr(ImageClassification, name)
+
+        def call(self, *args):
+            time.sleep(seconds)
+            return real(self, *args)
+
+        monkeypatch.setattr(ImageClassification, name, call)
+
+    whole = train_job((settings(), CELL, tmp_path), lambda: None)["clock_s"]
+    for name, seconds in (("start", 2.0), ("loss", 1.0), ("evaluate", 0.5)):
+        slow(name, seconds)
+    clock = train_job((settings(), CELL, tmp_path), lambda: None)["clock_s"]
+    assert clock["building"] == pytest.approx(2.0, abs=0.8 + whole["building"])
+    assert clock["training"] == pytest.approx(4 * 1.0, abs=0.8 + whole["training"])
+    assert clock["evaluation"] == pytest.approx(4 * 0.5, abs=0.8 + whole["evaluation"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_torchs_lack_of_memory_is_a_memory_error(tmp_path, monkeypatch, error):
+    def hungry(*args):
+        raise error
+
+    monkeypatch.setattr(workers, "train_cell", hungry)
+    with pytest.raises(MemoryError, match="memory"):
+        train_job((settings(), CELL, tmp_path), lambda: None)
+
+
+def test_any_other_complaint_of_torch_stays_what_it_is(tmp_path, monkeypatch):
+    def wrong(*args):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(workers, "train_cell", wrong)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        train_job((settings(), CELL, tmp_path), lambda: None)
+
+
+@pytest.mark.slow
+def test_a_real_allocation_that_cannot_be_served_is_named_as_such():
+    with pytest.raises(RuntimeError, match=workers.NO_MEMORY):
+        torch.empty(2**60, dtype=torch.uint8)

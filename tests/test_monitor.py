@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import warnings
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from capturing import assert_put_back
 from hosts import HOSTS, run, tokens
 from levelhead.attention import Attention
 from levelhead.measure.spikes import SPIKE_ENOUGH, is_spike, running_spikes
-from levelhead.monitor import Monitor, gradient_norm
+from levelhead.monitor import Monitor
 from levelhead.monitor_alerts import Watch
+from levelhead.monitor_gradients import gradient_squares
 from levelhead.monitor_sites import scalars
 from levelhead.monitor_writers import as_writer
 
@@ -478,32 +480,57 @@ def test_a_trainer_of_transformers(path, tmp_path):
     assert_put_back(model)
 
 
-def _rank(rank, port, folder, reductions):
+def _split(how):
+    torch.manual_seed(0)
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(Net())
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")  # an attention returns a view, which nobody changes in place
+    net, mesh = Net(), init_device_mesh("cpu", (2,))
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def _rank(rank, how, port, folder, found):
+    torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(Net())
+    model = _split(how)
     calls, all_reduce = [], dist.all_reduce
 
     def counted(tensor, op=dist.ReduceOp.SUM, **more):
-        calls.append(str(op))
+        calls.append(str(op).split(".")[-1])
         return all_reduce(tensor, op, **more)
 
     dist.all_reduce = counted
     path = f"{folder}/{rank}.jsonl"
-    with Monitor(model, every=2, jsonl=path, num_queries=None) as monitor:
+    latest = []
+    with Monitor(
+        model, every=2, jsonl=path, num_queries=None, writer=lambda step, values: None
+    ) as monitor:
         train(model, monitor, 3, feed=lambda seed: states(2 * seed + rank, batch=1))
-    reductions.put((rank, calls, dict(monitor.latest), os.path.exists(path)))
-    reductions.close()
-    reductions.join_thread()
+        latest.append(dict(monitor.latest))
+        # One rank alone sees its loss break; both must measure the same steps or hang.
+        for step in range(3):
+            broken = 100.0 if rank == 1 and step == 1 else 1.0
+            model(states(rank, batch=1))
+            monitor.note(loss=broken, grad_norm=1.0)
+            monitor.end_step()
+    found.put((rank, calls, latest[0], os.path.exists(path), monitor.measured_steps))
+    found.close()
+    found.join_thread()
     dist.destroy_process_group()
 
 
-def test_two_processes_reduce_twice_a_measured_step_and_agree(tmp_path, free_port):
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_two_processes_reduce_twice_a_measured_step_and_agree(how, tmp_path, free_port):
     context = mp.get_context("fork")
     queue = context.Queue()
     workers = [
-        context.Process(target=_rank, args=(rank, free_port, str(tmp_path), queue))
+        context.Process(target=_rank, args=(rank, how, free_port, str(tmp_path), queue))
         for rank in range(2)
     ]
     for worker in workers:
@@ -511,20 +538,21 @@ def test_two_processes_reduce_twice_a_measured_step_and_agree(tmp_path, free_por
     found = {rank: rest for rank, *rest in (queue.get(timeout=60) for _ in workers)}
     for worker in workers:
         worker.join(60)
-    assert [len(calls) for calls, *_ in found.values()] == [4, 4]  # two steps, two each
-    attention = [
-        {k: v for k, v in latest.items() if k.startswith("attn/")}
-        for _, latest, _ in found.values()
-    ]
-    assert attention[0] == attention[1]
-    assert [exists for *_, exists in (found[0], found[1])] == [True, False]
+    measured = found[0][3]
+    assert found[1][3] == measured == [0, 2, 4, 5]  # after 4, where rank 1 was alarmed, comes 5
+    for calls, *_ in found.values():
+        assert calls == ["MAX", "SUM"] * len(measured)
+    assert found[0][1] == found[1][1]
+    assert [found[rank][2] for rank in (0, 1)] == [True, False]
     torch.manual_seed(0)
     single = Net()
     with Monitor(single, every=2, jsonl=tmp_path / "one.jsonl", num_queries=None) as monitor:
         both = lambda seed: torch.cat([states(2 * seed, 1), states(2 * seed + 1, 1)])  # noqa: E731
         train(single, monitor, 3, feed=both)
-    for name, value in attention[0].items():
-        assert value == pytest.approx(monitor.latest[name], abs=1e-5), name
+    assert found[0][1].keys() == monitor.latest.keys()
+    assert {"train/loss", "train/grad_norm"} <= monitor.latest.keys()
+    for name, value in found[0][1].items():
+        assert value == pytest.approx(monitor.latest[name], abs=1e-5, rel=1e-4), name
 
 
 @pytest.mark.parametrize(("options", "words"), [
@@ -551,7 +579,11 @@ def test_a_measured_step_without_attention_is_told(net, path):
 
 
 def test_small_parts():
-    assert gradient_norm(nn.Linear(2, 2)) is None
+    linear = nn.Linear(2, 2)
+    assert gradient_squares(linear, 1) is None
+    linear(torch.ones(3, 2)).square().sum().backward()
+    square = sum(float(p.grad.square().sum()) for p in linear.parameters() if p.grad is not None)
+    assert gradient_squares(linear, 1) == (pytest.approx(square), 0.0)
     named = scalars({"": {"p_max": [0.25, math.nan]}})
     assert named["attn/root/mean/p_max"] == 0.25
     assert named["attn/root/max/p_max"] == 0.25

@@ -4,6 +4,7 @@ Every so many optimiser steps the calls of all sites are measured while they hap
 model is left alone: its measured steps run once more, eagerly and without gradients.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from levelhead.diagnose import in_eval_mode
 from levelhead.measure.row_block import MEASURES
 from levelhead.measure.streaming import DEFAULT_QUERIES
 from levelhead.monitor_alerts import Alert, Watch, as_event
-from levelhead.monitor_sites import StepSums, scalars
+from levelhead.monitor_gradients import gradient_squares
+from levelhead.monitor_sites import StepSums, num_processes, scalars
 from levelhead.monitor_writers import JsonlWriter, as_writer
 from levelhead.shapes import require, require_known
 from levelhead.sites.find import find_attention
@@ -100,7 +102,7 @@ class Monitor:
         self._write, self._jsonl_path, self._on_alert = as_writer(writer), Path(jsonl), on_alert
         self._jsonl: JsonlWriter | None = None
         self._noted: dict[str, list[float]] = {"loss": [], "grad_norm": []}
-        self._measure_next = self._is_probing = self._has_run = False
+        self._measure_next = self._is_probing = self._has_run = self._is_alarmed = False
         self._probe: Any = torch.compiler.disable(self._run_again)
         self._stack = ExitStack()
         self._capturing = ExitStack()
@@ -148,24 +150,25 @@ class Monitor:
     def end_step(self) -> None:
         """End the step: reduce, write and judge what was measured, then start anew."""
         noted = {name: sum(v) / len(v) for name, v in self._noted.items() if v}
-        if self.is_due and "grad_norm" not in noted:
-            norm = gradient_norm(self.model)
-            noted |= {} if norm is None else {"grad_norm": norm}
         alerts = list(self.watch.of_curves(self.step, noted))
+        self._is_alarmed |= self.watch.is_alarmed
         if self.is_due:
             alerts += self._measured(noted)
         for alert in alerts:
             self._tell(alert)
-        self._measure_next, self._has_run = self.watch.is_alarmed, False
+        # Ranks must agree on which steps are measured: they do in a measured step, by its MAX.
+        agree = self.is_due or num_processes() == 1
+        self._measure_next = self._is_alarmed and agree
+        self._is_alarmed, self._has_run = self._is_alarmed and not agree, False
         self._noted = {"loss": [], "grad_norm": []}
         self.sums.reset()
         self.step += 1
 
-    def _measured(self, noted: Mapping[str, float]) -> list[Alert]:
-        self.sums.reduce(next(self.model.parameters()).device)
+    def _measured(self, noted: dict[str, float]) -> list[Alert]:
+        alerts = self._reduced(noted)
         if self.sums.num_calls == 0:
             text = "no attention ran, or it could not be seen, in a step that was to be measured"
-            return [Alert(self.step, "not_seen", text)]
+            return [*alerts, Alert(self.step, "not_seen", text)]
         statistics = self.sums.statistics()
         self.latest = scalars(statistics) | {f"train/{n}": value for n, value in noted.items()}
         self.measured_steps.append(self.step)
@@ -175,7 +178,28 @@ class Monitor:
                      "values": self.latest})  # fmt: skip
         raw_share = {name: share.tolist() for name, share in self.sums.raw_share.items()}
         found = self.watch.of_attention(self.step, statistics, raw_share, self.sums.first_broken())
-        return [*found, *self.watch.of_divergence(self.step)]
+        return [*alerts, *found, *self.watch.of_divergence(self.step)]
+
+    def _reduced(self, noted: dict[str, float]) -> list[Alert]:
+        """Bring the ranks together, and take the norm of the gradients where nobody noted it."""
+        squares = None
+        if "grad_norm" not in noted:
+            squares = gradient_squares(self.model, num_processes())
+        own = 0.0 if squares is None else squares[1]
+        loss = noted.get("loss", 0.0)
+        alarm = torch.tensor([float(self._is_alarmed)], dtype=torch.float64)
+        added = torch.tensor([own, loss, float("loss" in noted)], dtype=torch.float64)
+        device = next(self.model.parameters()).device
+        self.sums.reduce(device, largest=alarm, added=added)
+        self._is_alarmed = bool(alarm[0])
+        if added[2]:
+            noted["loss"] = float(added[1] / added[2])
+        if squares is None:
+            return []
+        noted["grad_norm"] = math.sqrt(squares[0] + float(added[0]))
+        alerts = list(self.watch.of_curves(self.step, {"grad_norm": noted["grad_norm"]}))
+        self._is_alarmed |= self.watch.is_alarmed
+        return alerts
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -282,23 +306,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model._forward_module  # pyright: ignore[reportAssignmentType]
         else:
             return model
-
-
-def gradient_norm(model: nn.Module) -> float | None:
-    """Return the norm of all gradients together.
-
-    Args:
-        model: After backward.
-
-    Returns:
-        The 2-norm, or None without gradients.
-    """
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if not grads:
-        return None
-    norm = torch.nn.utils.get_total_norm(grads)
-    full = getattr(norm, "full_tensor", None)
-    return float(norm if full is None else full())
 
 
 def _number(value: Tensor | float) -> float:

@@ -83,7 +83,7 @@ class Watch:
             self.curves[name].append(value)
             if kind and (kind == "spike" or self._is_new(kind)):
                 self.is_alarmed = True
-                text = f"{name} {words} at step {step}; the next forward is measured"
+                text = f"{name} {words} at step {step}"
                 since = None if self.healthy is None else self.healthy[0]
                 yield Alert(step, kind, text, value=value, healthy_step=since)
         loss = values.get("loss", math.nan)
@@ -99,7 +99,7 @@ class Watch:
         if not math.isfinite(value):
             return f"nonfinite_{name}", f"is {value}"
         if self._is_far_above_start(name, value):
-            return "above_start", f"is {value:.4g}, more than ten times what it started with,"
+            return "above_start", f"is {value:.4g}, more than ten times what it started with"
         if is_spike(value, self.curves[name]):
             return "spike", f"spikes to {value:.4g}"
         return "", ""

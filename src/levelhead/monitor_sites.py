@@ -102,17 +102,20 @@ class StepSums:
                 return Broken(name, places[0] if places[0] < num_heads else -1)
         return None
 
-    def reduce(self, device: torch.device) -> None:
+    def reduce(self, device: torch.device, largest: Tensor, added: Tensor) -> None:
         """Bring the ranks together: one MAX and one SUM, whatever the number of layers.
 
         Args:
             device: Where the process group wants its tensors.
+            largest: More numbers to take the largest of, replaced in place.
+            added: More numbers to add up, replaced in place.
         """
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if num_processes() == 1:
             return
-        _all_reduce([*self.largest.values(), *self.raw_share.values()], dist.ReduceOp.MAX, device)
-        added = [*self.sums.values(), *self.counts.values(), *self.broken.values()]
-        _all_reduce(added, dist.ReduceOp.SUM, device)
+        tensors = [*self.largest.values(), *self.raw_share.values(), largest]
+        _all_reduce(tensors, dist.ReduceOp.MAX, device)
+        tensors = [*self.sums.values(), *self.counts.values(), *self.broken.values(), added]
+        _all_reduce(tensors, dist.ReduceOp.SUM, device)
 
     def statistics(self) -> Statistics:
         """Return one number a head.
@@ -130,6 +133,12 @@ class StepSums:
                 for row, metric in enumerate(self.metrics)
             }
         return found
+
+
+def num_processes() -> int:
+    """Return the size of the process group, 1 without any."""
+    is_ready = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if is_ready else 1
 
 
 def _filled(shape: tuple[int, ...], value: float) -> Tensor:

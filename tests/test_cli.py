@@ -53,6 +53,7 @@ def test_compare_prints_the_table_and_its_reading(run, tmp_path):
     assert "95 % interval" in out
     assert "2 seeds are few" in out
     assert "4 trainings done. Settings, versions, seeds and curves: here/" in out
+    assert out.splitlines()[-1] == "As a page: levelhead report here"
     assert "steps" in err
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {"config.yaml", "cells.jsonl", "timings.json", "summary.json"}

@@ -1,6 +1,7 @@
 """Every finding fires on a model made sick in that way, and stays silent on its healthy twin."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,6 +227,21 @@ def test_freshly_built_models_are_healthy(name):
 def test_every_rule_of_the_table_is_tried():
     tried = set(SICK) | {("overflow", "severe")}  # needs float16: test_diagnose
     assert {(rule.kind, rule.severity) for rule in RULES} == tried
+
+
+def test_the_page_holds_the_table_of_thresholds():
+    page = (Path(__file__).parents[1] / "docs" / "diagnosing.md").read_text()
+    of = {"head": "each head", "median": "the median head", "layer": "the layer or model"}
+    for rule in RULES:
+        sign = "<=" if rule.is_low else ">="
+        cells = [
+            rule.kind.replace("_", " "), rule.severity, f"`{rule.metric}`",
+            f"{sign} {rule.threshold:g}", of[rule.per], rule.source,
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in page
+    header = "| finding | severity | number | threshold | of | source |"
+    rows = page.split(header)[1].split("\n\n")[0].splitlines()[2:]
+    assert len(rows) == len(RULES)
 
 
 def records(metric, *values, head=0, **whole):

@@ -1,7 +1,8 @@
 """The proof that a converted attention is on the path: nudge it, see the output move."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,9 +14,15 @@ from levelhead.verify_batch import run
 from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check
 from levelhead.verify_subject import STILL, Subject, distance
 
+NUDGES = (1.0, 1e3)
+"""Sizes of noise, relative to what it is added to; the next is tried where one moves nothing."""
+
 
 def check_on_path(subject: Subject) -> Check:
     """Nudge the attention of each layer, then its parameters: the output must move each time.
+
+    Parameters are nudged on top of the nudged attention: where weights are nearly uniform, or a
+    norm follows, hardly anything depends on them otherwise.
 
     Args:
         subject: What is checked.
@@ -24,19 +31,10 @@ def check_on_path(subject: Subject) -> Check:
         The row "on path".
     """
     before = run(subject.model, subject.batch)
-
-    def moves(nudged: AbstractContextManager[Any]) -> bool:
-        with nudged:
-            difference, dtype = distance(run(subject.model, subject.batch), before)
-        return difference > STILL[dtype]
-
     unmoved, silent = [], []
     for site, installed in subject.parts():
-        probes = {"attention": _nudged_attention} | (
-            {"parameters": _nudged_parameters} if any(True for _ in installed.parameters()) else {}
-        )
-        missing = [what for what, nudged in probes.items() if not moves(nudged(installed))]
-        if missing and (_ends_in_zeros(site) or not moves(_nudged_module(site.module))):
+        missing = _unmoved(subject, installed, before)
+        if missing and (_ends_in_zeros(site) or not _moves(subject, site.module, before)):
             silent.append(site.name)
         else:
             unmoved += [f"{site.name} ({what})" for what in missing]
@@ -49,13 +47,42 @@ def check_on_path(subject: Subject) -> Check:
     return Check("on path", PASSED, detail + beside)
 
 
+def _unmoved(subject: Subject, installed: Installed, before: Any) -> list[str]:
+    """Return what of an attention the output does not depend on."""
+    has_parameters = any(True for _ in installed.parameters())
+    missing = ["attention"] + (["parameters"] if has_parameters else [])
+    for size in NUDGES:
+        with _nudged_attention(installed, size):
+            nudged = run(subject.model, subject.batch)
+            if has_parameters and "parameters" in missing:
+                with _nudged_parameters(installed):
+                    if 1 < _movement(run(subject.model, subject.batch), nudged) < math.inf:
+                        missing.remove("parameters")
+        if "attention" in missing and _movement(nudged, before) > 1:
+            missing.remove("attention")
+        if not missing:
+            break
+    return missing
+
+
+def _moves(subject: Subject, module: nn.Module, before: Any) -> bool:
+    with _nudged_module(module):
+        return _movement(run(subject.model, subject.batch), before) > 1
+
+
+def _movement(found: Any, expected: Any) -> float:
+    """Return the distance over what counts as standing still; inf where numbers overflowed."""
+    difference, dtype = distance(found, expected)
+    return difference / STILL[dtype]
+
+
 def _noise(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape, generator=generator).to(like)
 
 
-def _nudged(tensor: Tensor) -> Tensor:
-    return tensor + (1 + tensor.abs().amax()) * _noise(tensor)
+def _nudged(tensor: Tensor, size: float = 1.0) -> Tensor:
+    return tensor + size * (1 + tensor.abs().amax()) * _noise(tensor)
 
 
 def _ends_in_zeros(site: AttentionSite) -> bool:
@@ -65,7 +92,7 @@ def _ends_in_zeros(site: AttentionSite) -> bool:
 
 
 @contextmanager
-def _nudged_attention(installed: Installed) -> Iterator[None]:
+def _nudged_attention(installed: Installed, size: float) -> Iterator[None]:
     """Add noise to what the parts compute, whichever of them the host comes by."""
     inner = installed.inner
     places = [
@@ -78,7 +105,7 @@ def _nudged_attention(installed: Installed) -> Iterator[None]:
         for part, method in places:
             if part is not None:
                 undo.callback(_put_back, part, method, vars(part).get(method))
-                setattr(part, method, _followed_by_noise(getattr(part, method)))
+                setattr(part, method, _followed_by_noise(getattr(part, method), size))
         yield
 
 
@@ -88,8 +115,8 @@ def _put_back(part: nn.Module, method: str, before: Any) -> None:
         setattr(part, method, before)
 
 
-def _followed_by_noise(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: _nudged(method(*args, **kwargs))
+def _followed_by_noise(method: Callable[..., Tensor], size: float) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: _nudged(method(*args, **kwargs), size)
 
 
 @contextmanager

@@ -16,6 +16,11 @@ PAIRED_WORDS = [
     "no difference.",
 ]
 PAIRED_EQUATION = "mean(d) +- t_{n-1} s(d) / sqrt(n),  d = variant - softmax, one a seed"
+AFTER_HOLM = ", not after Holm"
+RATE_WORDS = (
+    "Learning rates were chosen by seeds that are not reported, on a part of the training data "
+    "that those runs did not train on; every row had the same number of trainings to choose by."
+)
 BAND_WORDS = "Line: mean over the seeds. Band: from the lowest seed to the highest, at each step."
 COST_WORDS = (
     "Time of a whole training step over softmax's: median over rounds in which every variant "
@@ -24,11 +29,13 @@ COST_WORDS = (
 )
 _TABLE = (
     ("variant", "variant"), ("init", "init"), ("mean", "mean"), ("std", "std over seeds"),
-    ("n", "n"), ("verdict", "shown"), ("difference.mean", "difference"),
+    ("n", "n"), ("shown", "shown"), ("learning_rate", "learning rate"),
+    ("difference.mean", "difference"),
     ("difference.t_interval.0", "95 % low"), ("difference.t_interval.1", "95 % high"),
     ("difference.bootstrap_interval.0", "bootstrap low"),
     ("difference.bootstrap_interval.1", "bootstrap high"), ("difference.p_value", "p"),
-    ("difference.p_holm", "p (Holm)"), ("step_time_ratio", "step time ratio"),
+    ("difference.p_holm", "p (Holm)"), ("difference.detectable", "could show"),
+    ("step_time_ratio", "step time ratio"),
     ("params_added", "parameters added"), ("concentration_start", "strongest key, start"),
     ("concentration_end", "strongest key, end"),
 )  # fmt: skip
@@ -79,28 +86,35 @@ def run_page(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _judged(task: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
-        (_row_label(row, task), row["verdict"])
+        (_row_label(row, task), _shown(row))
         for row in task["rows"]
         if row["verdict"] != "baseline"
     ]
 
 
+def _shown(row: Mapping[str, Any]) -> str:
+    """In the table's words; an older summary has only the verdict."""
+    return row.get("shown", row["verdict"])
+
+
 def _verdict(tasks: Any) -> str:
     """One sentence: what stands, over all tasks."""
-    better, worse, count = [], [], 0
+    better, worse, fallen, count = [], [], [], 0
     for task in tasks:
         for label, verdict in _judged(task):
             count += 1
             place = f"{label} on {task['task']}"
             better += [place] if verdict == "better" else []
             worse += [place] if verdict == "worse" else []
+            fallen += [place] if verdict.endswith(AFTER_HOLM) else []
     if not count:
         return "No comparison was finished; the curves below are what there is."
-    if not better + worse:
+    if not better + worse + fallen:
         return f"No difference from softmax shown in any of {count} comparisons."
     parts = [f"Better than softmax: {', '.join(better)}"] if better else []
     parts += [f"Worse: {', '.join(worse)}"] if worse else []
-    rest = count - len(better) - len(worse)
+    parts += [f"Not after correction (Holm): {', '.join(fallen)}"] if fallen else []
+    rest = count - len(better) - len(worse) - len(fallen)
     parts += [f"Not told apart: {rest} of {count}"] if rest else []
     return ". ".join(parts) + "."
 
@@ -127,12 +141,30 @@ def _task_section(
             f"steps, {summary['num_seeds']} paired seeds."
         )
         figures += [_paired_figure(f"paired-{number}", summary)]
-    figures += _curve_figures(number, summary, cells)
+    figures += _curve_figures(number, summary, _reported(cells, summary))
     if summary is not None:
         figures += [_cost_figure(f"costs-{number}", summary)]
         figures += [_rows_table(f"rows-{number}", summary)]
+        figures += _rates_tables(f"rates-{number}", summary)
     return {"id": f"task-{number}", "title": task, "nav": task, "intro": intro, "figures": figures,
             "constants": []}  # fmt: skip
+
+
+def _reported(
+    cells: list[dict[str, Any]], summary: Mapping[str, Any] | None
+) -> list[dict[str, Any]]:
+    """The trainings of the table: on the test data, at their row's learning rate."""
+    on_test = [cell for cell in cells if cell.get("part", "test") == "test"]
+    if summary is None:
+        return on_test
+    rates = {(r["variant"], r["init"]): r.get("learning_rate") for r in summary["rows"]}
+
+    def is_shown(cell: dict[str, Any]) -> bool:
+        own = cell.get("learning_rate") or summary["learning_rate"]
+        wanted = rates.get((cell["variant"], cell["init"]))
+        return wanted is None or own == wanted
+
+    return [cell for cell in on_test if is_shown(cell)]
 
 
 def _row_label(row: Mapping[str, Any], task: Mapping[str, Any]) -> str:
@@ -260,9 +292,30 @@ def _cost_figure(name: str, task: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rows_table(name: str, task: Mapping[str, Any]) -> dict[str, Any]:
     columns = [label for _, label in _TABLE]
-    rows = [[_at(row, path) for path, _ in _TABLE] for row in task["rows"]]
+    rows = [[_at({"shown": _shown(row), **row}, path) for path, _ in _TABLE]
+            for row in task["rows"]]  # fmt: skip
     title = f"{task['task']}: {task['label']}, all columns"
     return _table(name, title, columns, rows)
+
+
+def _rates_tables(name: str, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each row's learning rate was chosen from; none where there was nothing to choose."""
+    columns = ["variant", "init", "learning rate", f"validation {task['label']}", "n", "diverged",
+               "died", "chosen"]  # fmt: skip
+    rows = [
+        [
+            row["variant"], row["init"], tried["learning_rate"], tried["mean"], tried["n"],
+            tried["num_diverged"], tried["num_missing"],
+            "chosen" if tried["learning_rate"] == row["selection"]["learning_rate"] else "",
+        ]
+        for row in task["rows"]
+        if row.get("selection")
+        for tried in row["selection"]["tried"]
+    ]  # fmt: skip
+    if not rows:
+        return []
+    table = _table(name, f"{task['task']}: choosing the learning rate", columns, rows)
+    return [table | {"words": [RATE_WORDS]}]
 
 
 def _cells_section(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -272,6 +325,8 @@ def _cells_section(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "variant",
         "init",
         "seed",
+        "learning rate",
+        "measured on",
         *finals,
         "mean training loss",
         "diverged at step",
@@ -279,6 +334,7 @@ def _cells_section(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows = [
         [
             cell["task"], cell["variant"], cell["init"], cell["seed"],
+            cell.get("learning_rate") or "the task's", cell.get("part", "test"),
             *((cell.get("final") or {}).get(key) for key in finals),
             _mean(cell["curve"]["train_loss_nats"]), cell.get("diverged_step"),
         ]

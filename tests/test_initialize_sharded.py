@@ -63,6 +63,34 @@ def assert_equal_to_one_process(rank, initializer):
     torch.testing.assert_close(shards(hidden_states), whole(hidden_states))
 
 
+def bert():
+    from hosts import HOSTS
+
+    return HOSTS["bert"].build(num_hidden_layers=1)
+
+
+def assert_an_output_outside_the_attention_is_gathered_too(rank, initializer):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shards, whole = bert(), bert()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    layer = shards.encoder.layer[0]
+    for module in (layer.attention.self, layer.attention.output, layer):
+        fully_shard(module, mesh=mesh)
+    fully_shard(shards, mesh=mesh)
+    reports = [
+        initialize_(model, initializer, generator=torch.Generator().manual_seed(3))
+        for model in (shards, whole)
+    ]
+    assert reports[0].matrices == reports[1].matrices
+    assert reports[0].products == reports[1].products
+    assert "o" in {row.matrix for row in reports[0].initialised}
+    state = whole.state_dict()
+    for name, parameter in shards.named_parameters():
+        assert torch.equal(parameter.full_tensor(), state[name]), name
+
+
 def assert_rank_0_decides(rank):
     shards = sharded()
     initialize_(shards, "xavier", generator=torch.Generator().manual_seed(rank))
@@ -100,9 +128,17 @@ def assert_errors_leave_the_shards(rank):
     assert distribute_like(plain, torch.zeros(3)) is plain
 
 
-@pytest.mark.parametrize("initializer", ["conditioned", "conditioned(gain='match')", "mimetic"])
+@pytest.mark.parametrize(
+    "initializer", ["conditioned", "conditioned(gain='match')", "mimetic", "orthogonal"]
+)
 def test_shards_hold_the_matrices_of_one_process(initializer, free_port):
     on_ranks(free_port, assert_equal_to_one_process, initializer)
+
+
+@pytest.mark.parametrize("initializer", ["mimetic", "orthogonal"])
+def test_outputs_outside_the_attention_are_gathered_too(initializer, free_port):
+    pytest.importorskip("transformers")
+    on_ranks(free_port, assert_an_output_outside_the_attention_is_gathered_too, initializer)
 
 
 def test_rank_0_decides_where_seeds_differ(free_port):

@@ -16,6 +16,7 @@ from typer.core import TyperCommand
 import levelhead.bench
 from levelhead.diagnose_command import add_to
 from levelhead.exits import BAD_INPUT, FAILED, INTERRUPTED, explain
+from levelhead.plan_command import add_to as add_plan_to
 from levelhead.shapes import require, require_known
 from levelhead.terms import parse_terms
 from levelhead.train_command import add_to as add_train_to
@@ -294,10 +295,10 @@ def _say(line: str) -> None:
 
 @app.command(name="list", epilog="Example: levelhead list variants --json")
 def list_(
-    what: Annotated[str, typer.Argument(help="variants or initializers.")] = "variants",
+    what: Annotated[str, typer.Argument(help="variants, initializers or recipes.")] = "variants",
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
 ) -> None:
-    """List what there is: every variant or initialiser with its equation, source and use."""
+    """List what there is: variants, initialisers, or recipes with the papers' figures."""
     require_known("list", what, TABLES)
     rows, columns = TABLES[what]()
     if as_json:
@@ -327,7 +328,13 @@ def _initializers() -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     return [info.as_dict() for info in initializers()], columns
 
 
-TABLES = {"variants": _variants, "initializers": _initializers}
+def _recipes() -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    from levelhead.harness.recipe_table import COLUMNS, recipe_rows
+
+    return recipe_rows(), COLUMNS
+
+
+TABLES = {"variants": _variants, "initializers": _initializers, "recipes": _recipes}
 
 
 @app.command(epilog="Example: levelhead report runs/digits-1a2b3c4d --out report.html")
@@ -419,3 +426,4 @@ def benchmarks() -> list[str]:
 
 add_to(app)
 add_train_to(app)
+add_plan_to(app)

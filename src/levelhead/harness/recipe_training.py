@@ -2,6 +2,7 @@
 
 from levelhead.harness.config import TrainingSettings
 from levelhead.harness.recipe import Recipe
+from levelhead.harness.recipe_parts import DatasetsText
 from levelhead.shapes import require
 
 SAME_NAME = ("batch_size", "micro_batch_size", "min_learning_rate", "schedule", "decay_steps",
@@ -73,6 +74,8 @@ def data_word(recipe: Recipe) -> str:
         A word: a name, a folder or a pattern of files.
     """
     data = recipe.data
+    if isinstance(data, DatasetsText):
+        return data.path
     for field in ("name", "path", "train"):
         if getattr(data, field, None):
             return str(getattr(data, field))

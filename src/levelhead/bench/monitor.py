@@ -1,7 +1,9 @@
 """What watching costs: a measured step, a step in between, the default cadence, and diagnose."""
 
 import argparse
+import gc
 import json
+import os
 import platform
 import tempfile
 import time
@@ -21,7 +23,7 @@ from levelhead.monitor import Monitor
 CADENCE = 50
 # What the figures must stay below.
 CADENCE_BAR, MEASURED_BAR = 1.03, 2.0
-DIAGNOSE_BAR_S, JACOBIAN_BAR_S, MEMORY_BAR = 60.0, 300.0, 1.3
+DIAGNOSE_BAR_S, JACOBIAN_BAR_S, MEMORY_BAR, FLAT_BAR = 60.0, 300.0, 1.3, 1.0
 
 
 def small_vit() -> tuple[nn.Module, Tensor]:
@@ -97,6 +99,57 @@ def measure_monitor(
     ]
 
 
+def measure_growth(num_steps: int, folder: Path) -> list[dict[str, Any]]:
+    """Count what lives after many measured steps of the small ViT, and after a tenth of them.
+
+    Args:
+        num_steps: How many, all of them measured.
+        folder: For the JSONL file.
+
+    Returns:
+        One record: bytes of live tensors late over early, with the growth of the process.
+    """
+    model, inputs = small_vit()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    early = max(1, num_steps // 10)
+    seen: dict[int, tuple[int, int]] = {}
+    with Monitor(model, every=1, jsonl=folder / "growth.jsonl") as monitor:
+        for step in range(1, num_steps + 1):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            monitor.note(loss=loss)
+            optimizer.step()
+            if step in (early, num_steps):
+                seen[step] = (live_tensor_bytes(), resident_bytes())
+    (before, resident), (after, resident_after) = seen[early], seen[num_steps]
+    name = f"small ViT: live tensors after {num_steps} measured steps / after {early}"
+    grown = (resident_after - resident) / 2**20
+    return [_record(name, {"ratio": after / before}, FLAT_BAR, process_growth_mib=grown)]
+
+
+def live_tensor_bytes() -> int:
+    """Add up the storages of all tensors that are alive.
+
+    Returns:
+        Bytes.
+    """
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(sizes.values())
+
+
+def resident_bytes() -> int:
+    """Memory the process holds.
+
+    Returns:
+        Bytes; 0 where the system does not say.
+    """
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
+
+
 def measure_diagnose(num_images: int, jacobian_tokens: int) -> list[dict[str, Any]]:
     """Time ``diagnose`` of a ViT-B and its memory against a plain forward.
 
@@ -135,7 +188,9 @@ def _record(name: str, found: dict[str, float], bar: float, **more: float) -> di
     return {"name": name, "bar": bar, "holds": found["ratio"] <= bar, **found, **more}
 
 
-def run(num_layers: int, num_tokens: int, num_images: int, repeats: int) -> dict[str, Any]:
+def run(
+    num_layers: int, num_tokens: int, num_images: int, repeats: int, num_steps: int
+) -> dict[str, Any]:
     """Run the whole benchmark.
 
     Args:
@@ -143,6 +198,7 @@ def run(num_layers: int, num_tokens: int, num_images: int, repeats: int) -> dict
         num_tokens: Of its row.
         num_images: For ``diagnose`` of ViT-B; 0 leaves it out.
         repeats: Rounds of each comparison.
+        num_steps: Measured steps over which memory must stay flat; 0 leaves it out.
 
     Returns:
         One JSON-able record, the machine included.
@@ -154,6 +210,8 @@ def run(num_layers: int, num_tokens: int, num_images: int, repeats: int) -> dict
             name = f"GPT, {num_layers} layers, {num_tokens} tokens"
             model = gpt(num_layers, num_tokens)
             results += measure_monitor(name, *model, repeats, Path(folder))
+        if num_steps:
+            results += measure_growth(num_steps, Path(folder))
     if num_images:
         results += measure_diagnose(num_images, 8)
     return {
@@ -174,17 +232,22 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 if every figure stays below its bar, else 1.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="levelhead bench monitor", description=__doc__)
     parser.add_argument("--layers", type=int, default=12, help="of the GPT; 0 leaves it out")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--images", type=int, default=8, help="for diagnose; 0 leaves it out")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="also write the record here")
+    parser.add_argument("--steps", type=int, default=1000, help="for memory; 0 leaves it out")
+    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
-    record = run(chosen.layers, chosen.tokens, chosen.images, chosen.repeats)
-    for row in record["results"]:
+    record = run(chosen.layers, chosen.tokens, chosen.images, chosen.repeats, chosen.steps)
+    text = json.dumps(record, indent=1)
+    if chosen.json:
+        print(text)
+    for row in [] if chosen.json else record["results"]:
         verdict = "ok" if row["holds"] else "ABOVE"
         print(f"{verdict:5} {row['ratio']:8.3f}  bar {row['bar']:.2f}  {row['name']}")
-    if chosen.json:
-        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+    if chosen.out:
+        chosen.out.write_text(text + "\n")
     return 0 if all(row["holds"] for row in record["results"]) else 1

@@ -97,7 +97,18 @@ def _from_function(name: str) -> Loaded:
     return Loaded(model, batch, "" if batch is None else f"from {name}")
 
 
+def _from_training(folder: Path) -> Loaded:
+    from levelhead.harness.engine.loading import load_trained
+
+    trained = load_trained(folder)
+    place = trained.checkpoint.name
+    origin = f"training data of {trained.cell.task}; weights after step {trained.step} ({place})"
+    return Loaded(trained.model, trained.inputs, origin, dict(trained.curves))
+
+
 def _from_folder(folder: Path) -> Loaded:
+    if any((folder / name).exists() for name in ("checkpoints", "manifest.json")):
+        return _from_training(folder)
     if (folder / "cells.jsonl").exists():
         return _from_run(folder)
     if (folder / SPEC).exists():

@@ -80,7 +80,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the metric and others on the test data."""
+        """Return the metric and others on the test data, wherever the model is."""
         ...
 
     def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
@@ -126,7 +126,8 @@ class ImageClassification:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         model.eval()
         images = self.data.test_images.split(EVALUATION_BATCH)
-        logits = torch.cat([model(part) for part in images])
+        device = next(model.parameters()).device
+        logits = torch.cat([model(part.to(device)).cpu() for part in images])
         loss = F.cross_entropy(logits, self.data.test_labels).item()
         correct = (logits.argmax(-1) == self.data.test_labels).double().mean().item()
         return {"accuracy_pct": 100 * correct, "loss_nats": loss}
@@ -176,10 +177,12 @@ class LanguageModelling:
         model.eval()
         last = len(self.data.test_bytes) - self.length - 1
         starts = torch.linspace(0, last, min(EVALUATION_WINDOWS, last + 1)).long()
-        losses = [
-            len(part) * self.loss(model, self._windows(self.data.test_bytes, part)).item()
-            for part in starts.split(EVALUATION_BATCH)
-        ]
+        device = next(model.parameters()).device
+        losses = []
+        for part in starts.split(EVALUATION_BATCH):
+            tokens, following = self._windows(self.data.test_bytes, part)
+            loss = self.loss(model, (tokens.to(device), following.to(device)))
+            losses.append(len(part) * loss.item())
         loss = sum(losses) / len(starts)
         return {"bits_per_byte": loss / math.log(2), "loss_nats": loss}
 

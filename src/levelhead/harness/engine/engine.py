@@ -302,7 +302,7 @@ class _Engine:
         steps, every = self.task.settings.steps, self.task.settings.steps // NUM_CURVE_POINTS
         points = [
             event for event in events
-            if event["event"] == "step" and math.isfinite(event["train_loss_nats"])
+            if event["event"] == "step" and isinstance(event["train_loss_nats"], float)
             and (event["step"] % max(1, every) == 0 or event["step"] in (1, steps))
         ]  # fmt: skip
         evaluations = [

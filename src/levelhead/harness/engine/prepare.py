@@ -46,7 +46,7 @@ def make_accelerator(
         plugin is None or accelerator.num_processes > 1,
         "sharding needs several processes",
         f"{accelerator.num_processes}",
-        "torchrun --nproc-per-node N, or accelerate launch",
+        "torchrun --no-python --nproc-per-node N levelhead train ...",
     )
     if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
         _shard_on_cpu(accelerator, plugin)

@@ -130,13 +130,9 @@ class ModelInTraining:
         """
         with self.average.in_place() if self.average is not None else nullcontext():
             try:
-                return self.task.evaluate(self._facing_cpu())
+                return self.task.evaluate(self.module)
             finally:
                 drop_gathered(self.module)
-
-    def _facing_cpu(self) -> nn.Module:
-        is_on_cpu = self.accelerator.device.type == "cpu"
-        return self.module if is_on_cpu else FacingCpu(self.module, self.accelerator.device)
 
     def tensors(self) -> dict[str, Tensors]:
         """Gather all tensors of the state; every rank must call it.
@@ -211,32 +207,6 @@ class ModelInTraining:
             return
         own = {k: torch.tensor(v) if k == "cuda" else v for k, v in numbers[rank].items()}
         set_random_state(own | {"torch": states[str(rank)]})
-
-
-class FacingCpu(nn.Module):
-    """A model on a device that takes and gives tensors on the CPU, for a task's ``evaluate``.
-
-    Args:
-        module: The model.
-        device: Where it is.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device):
-        super().__init__()
-        self.module, self.device = module, device
-
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model on its device.
-
-        Args:
-            inputs: As the model takes them, anywhere.
-            named: Likewise.
-
-        Returns:
-            Its output, on the CPU.
-        """
-        inputs, named = send_to_device((inputs, named), self.device)
-        return send_to_device(self.module(*inputs, **named), "cpu")
 
 
 def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:

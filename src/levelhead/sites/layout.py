@@ -7,6 +7,7 @@ the view out, writing copies into it, so the two are inverse to each other by co
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -234,7 +235,11 @@ def span(start: int, length: int) -> Rows:
     Returns:
         The view.
     """
-    return lambda stored: stored[start : start + length]
+    return partial(_span, start, length)
+
+
+def _span(start: int, length: int, stored: Tensor) -> Tensor:
+    return stored[start : start + length]
 
 
 def interleaved(index: int, count: int, num_heads: int) -> Rows:
@@ -248,7 +253,15 @@ def interleaved(index: int, count: int, num_heads: int) -> Rows:
     Returns:
         The view.
     """
-    return lambda stored: stored.unflatten(0, (num_heads, count, -1))[:, index]
+    return partial(_interleaved, index, count, num_heads)
+
+
+def _interleaved(index: int, count: int, num_heads: int, stored: Tensor) -> Tensor:
+    return stored.unflatten(0, (num_heads, count, -1))[:, index]
+
+
+def _transposed(rows: Rows, stored: Tensor) -> Tensor:
+    return rows(stored.mT)
 
 
 def linear(owner: nn.Module, rows: Rows = whole) -> Projection:
@@ -274,7 +287,7 @@ def linear(owner: nn.Module, rows: Rows = whole) -> Projection:
     )
     bias = Stored(owner, "bias", rows) if getattr(owner, "bias", None) is not None else None
     if is_conv1d:
-        return Projection(Stored(owner, "weight", lambda stored: rows(stored.mT)), bias)
+        return Projection(Stored(owner, "weight", partial(_transposed, rows)), bias)
     return Projection(Stored(owner, "weight", rows), bias)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from levelhead.measure.spikes import running_spikes
 from levelhead.report_curves import SPIKE_EQUATION, SPIKE_WORDS, banded, lines_figure
 from levelhead.report_diagnosis import flat_meta
+from levelhead.report_monitor import monitor_section
 
 PAIRED_WORDS = [
     "Each variant minus softmax, paired: both runs of a pair share seed, start and batches.",
@@ -58,6 +59,8 @@ def run_page(run: Mapping[str, Any]) -> dict[str, Any]:
         _task_section(number, task, summed_up.get(task), cells)
         for number, (task, cells) in enumerate(by_task.items())
     ]
+    if run.get("monitor"):
+        sections.append(monitor_section(run["monitor"]))
     sections.append(_cells_section(run["cells"]))
     readings = [(task["task"], _judged(task), task["reading"]) for task in summed_up.values()]
     unfinished = sorted(set(by_task) - set(summed_up))

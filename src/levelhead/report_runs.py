@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from levelhead.report_monitor import read_monitor
 from levelhead.shapes import require
 
 
@@ -14,8 +15,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         folder: Of the run.
 
     Returns:
-        ``path``, ``config``, ``cells`` (a last line torn by a crash left out) and ``summary``
-        (None where the comparison was never finished).
+        ``path``, ``config``, ``cells`` (a last line torn by a crash left out), ``summary``
+        (None where the comparison was never finished) and ``monitor`` (empty likewise).
 
     Raises:
         ValueError: Not such a folder, or a file in it that cannot be read.
@@ -39,7 +40,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     require(bool(cells), f"{cells_path} must hold a finished training", "none")
     return {
         "path": str(folder), "config": config, "cells": cells,
-        "summary": _summary(folder / "summary.json"),
+        "summary": _summary(folder / "summary.json"), "monitor": read_monitor(folder),
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from levelhead.exits import BAD_INPUT, FAILED, INTERRUPTED, explain
 from levelhead.shapes import require
 
+NEEDED = ("accelerate", "safetensors")
 SLOW_DATA = 0.05  # a larger share of waiting for data is worth a word
 
 
@@ -77,6 +79,7 @@ def train(
     or `accelerate launch --no_python levelhead train ...`: the global batch stays the same. Exit
     code 1 when the training diverged, 130 when it was stopped.
     """
+    _require_installed()
     from levelhead.harness.config import Cell
     from levelhead.harness.engine.folder import training_hash
     from levelhead.harness.engine.options import EngineOptions
@@ -92,6 +95,12 @@ def train(
     record = _run(task, cell, folder, options)
     _show(record, task, folder, as_json)
     _exit_unless(not record["diverged_step"])
+
+
+def _require_installed() -> None:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{missing[0]} is not installed: pip install 'levelhead[train]'")
 
 
 def _exit_unless(well: bool) -> None:

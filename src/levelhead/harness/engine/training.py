@@ -82,7 +82,8 @@ class ModelInTraining:
         Returns:
             The same on every rank.
         """
-        self.model.train()
+        if not self.module.training:
+            self.model.train()
         parts = self.split.parts(batch)
         with one_step(self.module) if len(parts) > 1 else nullcontext():
             losses = [self._backward(part, part is parts[-1]) for part in parts]
@@ -93,7 +94,8 @@ class ModelInTraining:
         return StepResult(loss, grad_norm, learning_rate, wants_stop)
 
     def _backward(self, part: Any, is_last: bool) -> Tensor:
-        part = send_to_device(part, self.accelerator.device)
+        if self.accelerator.device.type != "cpu":
+            part = send_to_device(part, self.accelerator.device)
         with nullcontext() if is_last else self.accelerator.no_sync(self.model):
             loss = self.task.loss(self.model, part)
             self.accelerator.backward(loss / self.split.num_micro)
@@ -116,8 +118,10 @@ class ModelInTraining:
             grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
         if self.monitor is not None:
             self.monitor.note(loss=loss, grad_norm=grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        # Accelerate's wrapper looks for other optimisers at each step; only a scaler needs it.
+        optimizer = self.raw_optimizer if self.accelerator.scaler is None else self.optimizer
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
         return grad_norm

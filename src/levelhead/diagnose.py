@@ -217,8 +217,12 @@ def _site_records(
     if why or rows.first is None:
         not_measured.append(f"{site.name}: Jacobian: {why}")
     else:
-        with one_thread():
-            jacobians = list(jacobian_records(site, weights, rows.first))
+        try:
+            with one_thread():
+                jacobians = list(jacobian_records(site, weights, rows.first))
+        except ValueError as error:
+            not_measured.append(f"{site.name}: Jacobian: {error}")
+            return
         yield from jacobians
 
 

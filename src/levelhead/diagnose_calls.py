@@ -24,12 +24,24 @@ class FirstTokens:
     Attributes:
         hidden_states: ``[N, E]``.
         attn_mask: ``[N, N]``, True = may attend, or None.
-        is_plain: Whether the call had neither bias, soft cap nor sink.
+        query: ``[H, N, D]``, as the kernel saw it.
+        key: ``[Hkv, N, D]``, likewise.
+        scale: The kernel's.
+        dtype: Of the kernel's query.
+        attn_bias: ``[H, N, N]``, finite, or None.
+        soft_cap: Or None.
+        sink_score: ``[H]``, or None.
     """
 
     hidden_states: Float[Tensor, "N E"]
     attn_mask: Bool[Tensor, "N N"] | None
-    is_plain: bool
+    query: Float[Tensor, "H N D"]
+    key: Float[Tensor, "Hkv N D"]
+    scale: float
+    dtype: torch.dtype
+    attn_bias: Float[Tensor, "H N N"] | None
+    soft_cap: float | None
+    sink_score: Float[Tensor, " H"] | None
 
 
 @contextmanager
@@ -73,12 +85,21 @@ def first_tokens_of(
     if visible is not None:
         size = (call.query.shape[2], call.key.shape[2])
         visible = visible[0, 0].expand(size)[chosen][:, chosen]
-    extras = (call.attn_bias, call.soft_cap, call.sink_score)
-    is_plain = all(part is None for part in extras)
-    if call.attn_bias is not None:  # a float mask of 0 and -inf is no bias
-        finite = call.attn_bias[call.attn_bias > torch.finfo(call.attn_bias.dtype).min / 2]
-        is_plain = all(part is None for part in extras[1:]) and not bool(finite.any())
-    return FirstTokens(hidden_states[0, chosen].double(), visible, is_plain)
+    return FirstTokens(
+        hidden_states[0, chosen].double(), visible,
+        call.query[0, :, chosen].double(), call.key[0, :, chosen].double(),
+        call.scale, call.query.dtype, _bias_of(call, chosen), call.soft_cap, call.sink_score,
+    )  # fmt: skip
+
+
+def _bias_of(call: AttentionCall, chosen: Int[Tensor, " N"]) -> Float[Tensor, "H N N"] | None:
+    """The finite part of a bias on the first sample; a float mask of 0 and -inf is none."""
+    if call.attn_bias is None:
+        return None
+    num_heads, size = call.query.shape[1], (call.query.shape[2], call.key.shape[2])
+    bias = call.attn_bias[0].expand(num_heads, *size)[:, chosen][:, :, chosen].double()
+    bias = bias.masked_fill(bias <= torch.finfo(call.attn_bias.dtype).min / 2, 0.0)
+    return bias if bool(bias.any()) else None
 
 
 def scores_of(call: AttentionCall) -> AttentionScores:

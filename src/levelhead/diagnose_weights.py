@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from levelhead.diagnose_calls import FirstTokens
+from levelhead.diagnose_forms import head_forms
 from levelhead.diagnose_rows import SiteRows
 from levelhead.diagnosis import WHOLE_LAYER, Record
 from levelhead.inner import InnerAttention
-from levelhead.measure.jacobian import jacobian_conditions
+from levelhead.measure.head import HeadForm
+from levelhead.measure.jacobian import jacobian_condition
 from levelhead.measure.lipschitz import lipschitz_bound
 from levelhead.measure.spectra import AttentionSpectra, MatrixSpectra, attention_spectra
 from levelhead.measure.surrogate import jacobian_bound, jacobian_surrogate
@@ -142,14 +144,9 @@ def why_no_jacobian(site: AttentionSite, rows: SiteRows) -> str:
     Returns:
         The reason, or "" where it can be taken.
     """
-    first = rows.first
     reasons = {
         f"attention of kind {site.kind!r}": site.kind != "self",
-        "q and k norms": site.q_norm is not None or site.k_norm is not None or site.is_cosine,
-        "rotary embedding": site.has_rope,
-        "a bias, a soft cap or a sink": first is not None and not first.is_plain,
-        "a variant's own stages": _has_own_stages(site),
-        "hidden states that were not seen": first is None,
+        "hidden states that were not seen": rows.first is None,
         "numbers that are not finite": rows.num_nonfinite > 0 or bool(rows.broken_heads),
     }
     return ", ".join(reason for reason, applies in reasons.items() if applies)
@@ -167,61 +164,48 @@ def jacobian_records(
     """Yield kappa of the Jacobian of every head, its valid bound and the papers' surrogate.
 
     Args:
-        site: Where; plain softmax attention.
+        site: Where; a self-attention.
         weights: Its projections.
         first: Tokens to look at, attending among themselves.
 
     Yields:
         Numbers.
+
+    Raises:
+        ValueError: What is between projections and softmax, where it is not known.
     """
-    states = first.hidden_states
-    options = {"scale": site.scale, "attn_mask": first.attn_mask}
-    biases = {name: getattr(weights, name) for name in ("q_bias", "k_bias", "v_bias")}
-    found = jacobian_conditions(
-        states, weights.q_weight, weights.k_weight, weights.v_weight,
-        num_heads=site.num_heads, num_kv_heads=site.num_kv_heads, **biases, **options,
-    )  # fmt: skip
+    states, forms = first.hidden_states, head_forms(site, weights, first)
     among = f"on the first {len(states)} tokens of a sample, attending among themselves"
-    for head, conditioning in enumerate(found):
+    for head, form in enumerate(forms):
+        bias = None if first.attn_bias is None else first.attn_bias[head]
+        options = {"scale": site.scale, "attn_mask": first.attn_mask}
+        matrices, biases = _of_head(weights, site, head)
+        conditioning = jacobian_condition(
+            states, *matrices, **biases, **options, attn_bias=bias, form=form
+        )
         how = f"{conditioning.kind}, over the non-zero singular values, to the weights"
         values = {"jacobian_kappa": (conditioning.kappa, f"{how}, {among}")}
-        values |= _comparisons(weights, states, site, head, options, among)
+        bound = jacobian_bound(states, *matrices, **biases, **options, attn_bias=bias, form=form)
+        values["jacobian_bound"] = (bound.kappa, f"upper bound that holds, {among}")
+        if form == HeadForm() and bias is None:
+            surrogate = jacobian_surrogate(states, *matrices, **options)
+            words = f"{surrogate.label}; without biases, {among}"
+            values["jacobian_surrogate"] = (surrogate.value, words)
         for metric, (value, words) in values.items():
             yield Record(site.name, site.layer_idx, head, metric, value, words)
 
 
-def _comparisons(
-    weights: ProjectionWeights,
-    states: Tensor,
-    site: AttentionSite,
-    head: int,
-    options: dict,
-    among: str,
-) -> dict[str, tuple[float, str]]:
-    group = site.num_heads // site.num_kv_heads
-    matrices = [
-        _columns(weights.q_weight, site.num_heads, head),
-        _columns(weights.k_weight, site.num_kv_heads, head // group),
-        _columns(weights.v_weight, site.num_kv_heads, head // group),
-    ]
-    q_bias, k_bias, v_bias = (
-        None if bias is None else bias.unflatten(0, (count, -1))[index]
-        for bias, count, index in (
-            (weights.q_bias, site.num_heads, head),
-            (weights.k_bias, site.num_kv_heads, head // group),
-            (weights.v_bias, site.num_kv_heads, head // group),
-        )
-    )
-    bound = jacobian_bound(
-        states, *matrices, q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, **options
-    )
-    surrogate = jacobian_surrogate(states, *matrices, **options)
-    return {
-        "jacobian_bound": (bound.kappa, f"upper bound that holds, {among}"),
-        "jacobian_surrogate": (
-            surrogate.value,
-            f"{surrogate.label}; without biases, {among}",
-        ),
+def _of_head(
+    weights: ProjectionWeights, site: AttentionSite, head: int
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """The matrices and biases of one query head; a key head serves several."""
+    key_head = head * site.num_kv_heads // site.num_heads
+    of = {"q": (site.num_heads, head)} | dict.fromkeys("kv", (site.num_kv_heads, key_head))
+    matrices = [_columns(getattr(weights, f"{part}_weight"), *of[part]) for part in "qkv"]
+    biases = {f"{part}_bias": getattr(weights, f"{part}_bias") for part in "qkv"}
+    return matrices, {
+        name: None if bias is None else bias.unflatten(0, (of[name[0]][0], -1))[of[name[0]][1]]
+        for name, bias in biases.items()
     }
 
 

@@ -21,8 +21,8 @@ NUDGES = (1.0, 1e3)
 def check_on_path(subject: Subject) -> Check:
     """Nudge the attention of each layer, then its parameters: the output must move each time.
 
-    Parameters are nudged on top of the nudged attention: where weights are nearly uniform, or a
-    norm follows, hardly anything depends on them otherwise.
+    Parameters are nudged alone, then on top of the nudged attention: where weights are nearly
+    uniform, or a norm follows, hardly anything depends on them otherwise.
 
     Args:
         subject: What is checked.
@@ -32,7 +32,11 @@ def check_on_path(subject: Subject) -> Check:
     """
     before = run(subject.model, subject.batch)
     unmoved, silent = [], []
-    for site, installed in subject.parts():
+    nudgeable = [(site, installed) for site, installed in subject.parts()
+                 if site.kind != "landmark" or installed.variant.terms]  # fmt: skip
+    if not nudgeable:
+        return Check("on path", SKIPPED, "the host's own attention runs, nothing was put in")
+    for site, installed in nudgeable:
         missing = _unmoved(subject, installed, before)
         if missing and (_ends_in_zeros(site) or not _moves(subject, site.module, before)):
             silent.append(site.name)
@@ -51,10 +55,13 @@ def _unmoved(subject: Subject, installed: Installed, before: Any) -> list[str]:
     """Return what of an attention the output does not depend on."""
     has_parameters = any(True for _ in installed.parameters())
     missing = ["attention"] + (["parameters"] if has_parameters else [])
+    with _nudged_parameters(installed):
+        if has_parameters and _movement(run(subject.model, subject.batch), before) > 1:
+            missing.remove("parameters")
     for size in NUDGES:
         with _nudged_attention(installed, size):
             nudged = run(subject.model, subject.batch)
-            if has_parameters and "parameters" in missing:
+            if "parameters" in missing:
                 with _nudged_parameters(installed):
                     if 1 < _movement(run(subject.model, subject.batch), nudged) < math.inf:
                         missing.remove("parameters")
@@ -93,11 +100,14 @@ def _ends_in_zeros(site: AttentionSite) -> bool:
 
 @contextmanager
 def _nudged_attention(installed: Installed, size: float) -> Iterator[None]:
-    """Add noise to what the parts compute, whichever of them the host comes by."""
+    """Add noise to what the parts compute, whichever of them the host comes by, and to values.
+
+    Values that differ let every change of the weights show.
+    """
     inner = installed.inner
     places = [
         (inner.norm, "prepare_query"), (installed.early_norm, "prepare_query"),
-        (inner.normaliser, "fused"), (inner.normaliser, "plain"),
+        (inner.normaliser, "plain"),
         (installed.projections, "adjust"),
         *((part, "forward") for part in inner.outputs()),
     ]  # fmt: skip
@@ -106,6 +116,8 @@ def _nudged_attention(installed: Installed, size: float) -> Iterator[None]:
             if part is not None:
                 undo.callback(_put_back, part, method, vars(part).get(method))
                 setattr(part, method, _followed_by_noise(getattr(part, method), size))
+        undo.callback(_put_back, inner, "mix", vars(inner).get("mix"))
+        setattr(inner, "mix", _with_nudged_values(inner.mix, size))  # noqa: B010
         yield
 
 
@@ -117,6 +129,10 @@ def _put_back(part: nn.Module, method: str, before: Any) -> None:
 
 def _followed_by_noise(method: Callable[..., Tensor], size: float) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: _nudged(method(*args, **kwargs), size)
+
+
+def _with_nudged_values(mix: Callable[..., Tensor], size: float) -> Callable[..., Tensor]:
+    return lambda query, key, value, call: mix(query, key, _nudged(value, size), call)
 
 
 @contextmanager

@@ -165,13 +165,16 @@ def test_list_shows_every_variant_and_initializer(run):
     assert "conditioned" in run("list", "initializers")[1]
     code, _, err = run("list", "colours")
     assert code == 2
-    assert last_line(err) == "levelhead: unknown list 'colours'; known: variants, initializers"
+    assert last_line(err) == "levelhead: unknown list 'colours'; known: variants, initializers, recipes"
 
 
 def test_every_command_shows_an_example():
     runner = CliRunner()
     commands = [command.name or command.callback.__name__ for command in app.registered_commands]
-    assert commands == ["compare", "list", "report", "verify", "bench", "diagnose"]
+    expected = {
+        "compare", "list", "report", "verify", "bench", "diagnose", "train", "plan",
+    }  # fmt: skip
+    assert set(commands) == expected
     for name in commands:
         shown = runner.invoke(app, [name, "--help"])
         assert shown.exit_code == 0

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from levelhead.harness import data as builtin
+import levelhead.harness.data as builtin
 from levelhead.harness.config import TrainingSettings
 from levelhead.harness.language.documents import open_documents
 from levelhead.harness.language.tokenizer import Bytes, Tokenizer, load_tokenizer

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from levelhead.harness import data as builtin
+import levelhead.harness.data as builtin
 from levelhead.harness.recipe_parts import (
     BuiltinImages,
     ImageFolder,

@@ -11,7 +11,7 @@ deviations: {full: [...], small: [...]}
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -272,7 +272,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _are_texts(lines: Any) -> bool:
-    return isinstance(lines, Sequence) and all(isinstance(line, str) for line in lines)
+    return isinstance(lines, list) and all(isinstance(line, str) for line in lines)
 
 
 def _line(error: Exception) -> str:

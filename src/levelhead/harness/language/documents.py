@@ -118,7 +118,7 @@ def _from_files(data: TextFiles, is_training: bool) -> Any:
     options = {"sample_by": "document"} if ending == ".txt" else {}
     try:
         return load(
-            BUILDERS[ending], data_files={"all": whole}, split="all",
+            BUILDERS[ending], data_files={"train": whole}, split="train",
             streaming=data.streaming, **options,
         )  # fmt: skip
     except DatasetsError as error:

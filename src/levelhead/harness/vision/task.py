@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from levelhead.harness.config import TrainingSettings
+from levelhead.harness.config import TrainingSettings, default_workers
 from levelhead.harness.order import order
 from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.recipe import Recipe
@@ -142,7 +142,8 @@ class RecipeImages:
 
     @property
     def _num_workers(self) -> int:
-        return getattr(self.data, "num_workers", 0)
+        wanted = self.data.num_workers
+        return default_workers(wanted) if wanted else 0  # never more than there are cores
 
     def _timm(self) -> TimmModel:
         assert isinstance(self.recipe.model, TimmModel)

@@ -407,6 +407,32 @@ def test_every_library_is_seen(name, path):
     assert_put_back(model)
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_case_a09_the_encoder_fast_path_is_off_in_a_measured_step_only(is_on, path):
+    layer = nn.TransformerEncoderLayer(32, 4, batch_first=True)
+    model, states_in = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 7, 32)
+    enabled = torch.backends.mha.get_fastpath_enabled
+    torch.backends.mha.set_fastpath_enabled(is_on)
+    try:
+        with (
+            torch.inference_mode(),
+            Monitor(model, every=2, jsonl=path, auto_step=False) as monitor,
+        ):
+            expected = model(states_in)
+            assert enabled() == is_on
+            monitor.end_step()
+            between = model(states_in)
+            assert monitor.sums.num_calls == 0
+            monitor.end_step()
+        assert enabled() == is_on
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert monitor.measured_steps == [0]
+    layers = {name.split("/")[1] for name in monitor.latest if name.startswith("attn/")}
+    assert layers == {"layers.0.self_attn", "layers.1.self_attn"}
+    torch.testing.assert_close(between, expected, atol=1e-6, rtol=0)
+
+
 def test_steps_between_cost_no_hook_on_any_layer(net, path):
     with Monitor(net, every=5, jsonl=path, auto_step=False) as monitor:
         for step in range(5):

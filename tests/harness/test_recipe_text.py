@@ -27,7 +27,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def hub_task(path, *overrides, name="gpt2_tinystories"):
-    given = [f"data.path={path}", "data.tokenizer=bytes"]
+    given = [f"data.path={path}", "data.name=null", "data.tokenizer=bytes"]
     return make_recipe_task(load_recipe(name, overrides=[*TINY, *given, *overrides]))
 
 

@@ -99,39 +99,46 @@ def training_step(model: nn.Module, batch: dict[str, Tensor] | Tensor) -> Callab
     return step
 
 
-def measure_variant(stock: nn.Module, variant: str, case: Case, repeats: int) -> dict[str, Any]:
-    """Compare a converted copy with stock, alternating.
+def measure_model(
+    stock: nn.Module, variants: list[str], case: Case, repeats: int
+) -> dict[str, dict[str, Any]]:
+    """Compare converted copies with stock: every round steps each of them once.
 
     Args:
         stock: The model as its library made it, in training mode.
-        variant: What to convert to.
+        variants: What to convert to.
         case: For the batch.
         repeats: Timed rounds.
 
     Returns:
-        ``throughput``: converted over stock, median of the rounds, with its range; ``memory``:
-        parameters and peak of a step, converted over stock; or ``refused`` with the reason.
+        For each variant ``throughput``: converted over stock, median of the rounds, with its
+        range; ``memory``: parameters and peak of a step, converted over stock; or ``refused``
+        with the reason.
     """
-    converted = copy.deepcopy(stock)
-    try:
-        convert(converted, variant, start="paper")
-    except ValueError as refusal:
-        return {"refused": str(refusal)}
-    batch = case.batch()
-    steps = {"stock": training_step(stock, batch), "converted": training_step(converted, batch)}
-    row = ratios(compare_times(steps, repeats), "converted")["stock"]
+    models, rows, batch = {"stock": stock}, {}, case.batch()
+    for variant in variants:
+        converted = copy.deepcopy(stock)
+        try:
+            convert(converted, variant, start="paper")
+            models[variant] = converted
+        except ValueError as refusal:
+            rows[variant] = {"refused": str(refusal)}
+    steps = {name: training_step(model, batch) for name, model in models.items()}
+    times = compare_times(steps, repeats)
     peaks = {
-        name: peak_extra_bytes(step) + _parameter_bytes(model)
-        for (name, step), model in zip(steps.items(), (stock, converted), strict=True)
+        name: peak_extra_bytes(step) + _parameter_bytes(models[name])
+        for name, step in steps.items()
     }
-    stock.zero_grad(set_to_none=True)
-    return {
-        "throughput": row["ratio"],
-        "throughput_min": row["ratio_min"],
-        "throughput_max": row["ratio_max"],
-        "stock_s": row["median_s"],
-        "memory": peaks["converted"] / peaks["stock"],
-    }
+    for variant in models.keys() - {"stock"}:
+        row = ratios({name: times[name] for name in ("stock", variant)}, variant)["stock"]
+        rows[variant] = {
+            "throughput": row["ratio"],
+            "throughput_min": row["ratio_min"],
+            "throughput_max": row["ratio_max"],
+            "stock_s": row["median_s"],
+            "memory": peaks[variant] / peaks["stock"],
+        }
+    return {variant: rows[variant] for variant in variants}
 
 
 def _parameter_bytes(model: nn.Module) -> int:
@@ -182,10 +189,9 @@ def run(
         require_known("model", name, cases)
         torch.manual_seed(0)
         stock = cases[name].build().train()
-        found[name] = {}
-        for variant in variants:
-            found[name][variant] = measure_variant(stock, variant, cases[name], repeats)
-            gc.collect()
+        found[name] = measure_model(stock, variants, cases[name], repeats)
+        del stock
+        gc.collect()
     return {
         "benchmark": "models",
         "torch": torch.__version__,
@@ -244,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="levelhead bench models", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--variants", nargs="+", default=["softmax", *THROUGHPUT_BARS])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
     parser.add_argument("--out", type=Path, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")

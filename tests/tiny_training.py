@@ -103,7 +103,7 @@ def _join(rank, num, port, work, arguments):
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num, "LOCAL_WORLD_SIZE": num,
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}  # fmt: skip
     os.environ.update({name: str(value) for name, value in names.items()})
-    from levelhead.harness.engine.engine import leave_group
+    from levelhead.harness.engine.prepare import leave_group
 
     work(*arguments)
     leave_group()

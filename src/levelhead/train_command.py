@@ -154,8 +154,8 @@ def _run(task: Any, cell: Any, folder: Path, options: Any) -> dict[str, Any]:
     from rich.console import Console
 
     from levelhead.harness.config import TaskSettings
-    from levelhead.harness.engine.engine import leave_group
     from levelhead.harness.engine.engine import train as run_training
+    from levelhead.harness.engine.prepare import leave_group
     from levelhead.harness.engine.progress import training_bar
     from levelhead.harness.engine.stop import Stopped
     from levelhead.harness.train import one_thread

@@ -1,16 +1,13 @@
 """``train``: one training from start to end, on one device or many, resumed bit by bit."""
 
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
-from torch import nn
 
 from levelhead.attention import Attention
 from levelhead.harness.config import Cell
@@ -26,7 +23,8 @@ from levelhead.harness.engine.folder import (
     training_hash,
     write_config,
 )
-from levelhead.harness.engine.log import METRICS, keep_events, read_events
+from levelhead.harness.engine.interval import Interval
+from levelhead.harness.engine.log import METRICS, keep_events
 from levelhead.harness.engine.options import (
     NUM_CHECKPOINTS,
     NUM_EVALUATIONS,
@@ -36,6 +34,7 @@ from levelhead.harness.engine.options import (
 )
 from levelhead.harness.engine.prepare import block_names, make_accelerator
 from levelhead.harness.engine.random_state import forked_random, seed_all
+from levelhead.harness.engine.record import curves, num_parameters
 from levelhead.harness.engine.split import split_batch
 from levelhead.harness.engine.stop import Stopped, StopRequest, listening
 from levelhead.harness.engine.trackers import check_trackers, start_trackers
@@ -43,7 +42,7 @@ from levelhead.harness.engine.training import ModelInTraining, StepResult
 from levelhead.harness.runs import RunFolder
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
-from levelhead.harness.train import NUM_CURVE_POINTS, concentration, start_model
+from levelhead.harness.train import concentration, start_model
 from levelhead.monitor import Monitor
 from levelhead.monitor_writers import JsonlWriter
 
@@ -194,7 +193,7 @@ class _Engine:
 
     def _train(self, request: StopRequest) -> None:
         settings, data = self.task.settings, self._batches()
-        interval = _Interval()
+        interval = Interval()
         for step in range(self.step + 1, settings.steps + 1):
             with interval.waiting():
                 batch = next(data)
@@ -215,7 +214,7 @@ class _Engine:
     def _batches(self) -> Iterator[Any]:
         return self.task.batches(named_seed(self.cell.seed, "batches"), self.step)
 
-    def _tell(self, result: StepResult, interval: "_Interval") -> None:
+    def _tell(self, result: StepResult, interval: "Interval") -> None:
         shown = {"step": self.step, "loss": result.loss}
         settings = self.task.settings
         if self.step % self.log_every == 0 or self.step in (1, settings.steps):
@@ -226,9 +225,13 @@ class _Engine:
             }  # fmt: skip
             self.write("step", step=self.step, **values)
             shown |= speed
-            numbers = {name: value for name, value in values.items() if value is not None}
-            self.accelerator.log({f"train/{k}": v for k, v in numbers.items()}, step=self.step)
+            self._track("train/", values)
         self.on_event("step", shown)
+
+    def _track(self, kind: str, values: Mapping[str, float | None]) -> None:
+        if self.accelerator.trackers:
+            numbers = {f"{kind}{k}": v for k, v in values.items() if v is not None}
+            self.accelerator.log(numbers, step=self.step)
 
     def _diverge(self, result: StepResult) -> None:
         self.diverged_step = self.step
@@ -240,7 +243,7 @@ class _Engine:
     def _evaluate(self) -> dict[str, float]:
         metrics = self.training.evaluate()
         self.write("evaluation", step=self.step, **metrics)
-        self.accelerator.log({f"test/{k}": v for k, v in metrics.items()}, step=self.step)
+        self._track("test/", metrics)
         self.on_event("evaluation", {"step": self.step, **metrics})
         return metrics
 
@@ -288,33 +291,13 @@ class _Engine:
             "data_wait_frac": round(self.times["waited_s"] / max(self.times["seconds"], 1e-9), 4),
             "num_processes": self.accelerator.num_processes,
             "hash": training_hash(self.task.settings, self.cell),
-            **self._curves(),
+            **curves(self.folder / METRICS, self.task.settings.steps),
         }
         if self.is_main:
             RunFolder(self.folder).append(record)
         for tracker in self.accelerator.trackers:
             tracker.finish()
         return record
-
-    def _curves(self) -> dict[str, Any]:
-        """The curve at as many points as a comparison keeps, and the evaluations."""
-        events = list(read_events(self.folder / METRICS)) if self.is_main else []
-        steps, every = self.task.settings.steps, self.task.settings.steps // NUM_CURVE_POINTS
-        points = [
-            event for event in events
-            if event["event"] == "step" and isinstance(event["train_loss_nats"], float)
-            and (event["step"] % max(1, every) == 0 or event["step"] in (1, steps))
-        ]  # fmt: skip
-        evaluations = [
-            {name: value for name, value in event.items() if name != "event"}
-            for event in events
-            if event["event"] == "evaluation" and event["step"] < steps
-        ]
-        curve = {
-            "step": [point["step"] for point in points],
-            "train_loss_nats": [round(point["train_loss_nats"], 6) for point in points],
-        }
-        return {"curve": curve, "evaluations": evaluations}
 
     def note(self, text: str) -> None:
         """Say something that a person should know."""
@@ -325,62 +308,3 @@ class _Engine:
         """Add an event to the log of the first process, once it is open."""
         if self.log is not None:
             self.log.write({"event": event, **values})
-
-
-class _Interval:
-    """Time since the last logged step, and how much of it was waiting for data."""
-
-    def __init__(self):
-        self._start = self._told = time.perf_counter()
-        self._waited = self._waited_told = 0.0
-        self._step = -1
-        self._entered = 0.0
-
-    def waiting(self) -> "_Interval":
-        """Time what the data takes."""
-        return self
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        waited = time.perf_counter() - self._entered
-        self._waited += waited
-        self._waited_told += waited
-
-    def speed(self, step: int, batch_size: int) -> dict[str, float]:
-        """Samples a second and the share of waiting since the last call."""
-        now = time.perf_counter()
-        passed = max(now - self._told, 1e-9)
-        steps = 1 if self._step < 0 else step - self._step
-        found = {
-            "samples_per_s": batch_size * steps / passed,
-            "data_wait_frac": self._waited_told / passed,
-        }
-        self._told, self._waited_told, self._step = now, 0.0, step
-        return found
-
-    def add_to(self, times: dict[str, float]) -> None:
-        """Add the time since the last call."""
-        now = time.perf_counter()
-        times["seconds"] += now - self._start
-        times["waited_s"] += self._waited
-        self._start, self._waited = now, 0.0
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Count a model's parameters, sharded or not.
-
-    Args:
-        model: Any.
-
-    Returns:
-        Tied ones once.
-    """
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def leave_group() -> None:
-    """Leave the process group of ``torchrun`` at the very end of a process."""
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

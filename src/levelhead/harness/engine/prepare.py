@@ -32,7 +32,8 @@ def make_accelerator(
     Raises:
         ValueError: Sharding in a single process.
     """
-    if PartialState._shared_state and not torch.distributed.is_initialized():
+    before = AcceleratorState._shared_state.get("_mixed_precision", mixed_precision)
+    if before != mixed_precision and not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier training
     plugin = _sharding(block_names) if block_names else None
     accelerator = Accelerator(
@@ -95,3 +96,9 @@ def _shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlug
     state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
     if state.mixed_precision != "no":
         plugin.set_mixed_precision(state.mixed_precision)
+
+
+def leave_group() -> None:
+    """Leave the process group of ``torchrun`` at the very end of a process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

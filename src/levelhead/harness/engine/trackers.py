@@ -24,7 +24,8 @@ def check_trackers(names: Sequence[str]) -> None:
     """
     for name in names:
         require_known("tracker", name, TRACKERS)
-        if find_spec(TRACKERS[name]) is None:
+        spec = find_spec(TRACKERS[name])
+        if spec is None or spec.origin is None:  # a mere folder of that name, as W&B leaves one
             raise ImportError(f"{name} is not installed: pip install {TRACKERS[name]}")
 
 

@@ -31,6 +31,7 @@ from levelhead.harness.engine.stop import StopRequest
 from levelhead.harness.tasks import Task
 from levelhead.monitor import Monitor, unwrapped
 from levelhead.shapes import require
+from levelhead.sharding import is_sharded
 from levelhead.steps import one_step
 
 
@@ -67,6 +68,9 @@ class ModelInTraining:
         self.model, self.optimizer = accelerator.prepare(model, make_optimizer(task, model))
         self.module = unwrapped(self.model)
         self.raw_optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        self.parameters = list(self.model.parameters())
+        # Accelerate's own steps look into much that only a gradient scaler (fp16) needs.
+        self.is_scaled = accelerator.scaler is not None
         self.schedule = make_schedule(self.raw_optimizer, settings)
         decay = settings.ema_decay
         self.average = None if decay is None else WeightAverage(self.module, decay)
@@ -87,7 +91,8 @@ class ModelInTraining:
         parts = self.split.parts(batch)
         with one_step(self.module) if len(parts) > 1 else nullcontext():
             losses = [self._backward(part, part is parts[-1]) for part in parts]
-        loss, wants_stop = self._agreed(torch.stack(losses).mean(), stop)
+        mean = losses[0] if len(losses) == 1 else torch.stack(losses).mean()
+        loss, wants_stop = self._agreed(mean, stop)
         learning_rate = self.raw_optimizer.param_groups[0]["lr"]
         grad_norm = self._update(loss) if math.isfinite(loss) else None
         self.schedule.step()
@@ -98,7 +103,8 @@ class ModelInTraining:
             part = send_to_device(part, self.accelerator.device)
         with nullcontext() if is_last else self.accelerator.no_sync(self.model):
             loss = self.task.loss(self.model, part)
-            self.accelerator.backward(loss / self.split.num_micro)
+            share = loss if self.split.num_micro == 1 else loss / self.split.num_micro
+            self.accelerator.backward(share) if self.is_scaled else share.backward()
         return loss.detach()
 
     def _agreed(self, loss: Tensor, stop: StopRequest) -> tuple[float, bool]:
@@ -110,21 +116,24 @@ class ModelInTraining:
         return packed[0].item() / self.accelerator.num_processes, packed[1].item() > 0
 
     def _update(self, loss: float) -> float | None:
-        grad_norm = None
-        if self.task.settings.clip_norm is not None:
-            norm: Any = self.accelerator.clip_grad_norm_(
-                self.model.parameters(), self.task.settings.clip_norm
-            )
-            grad_norm = float(getattr(norm, "full_tensor", lambda: norm)())
+        grad_norm = self._clip(self.task.settings.clip_norm)
         if self.monitor is not None:
             self.monitor.note(loss=loss, grad_norm=grad_norm)
-        # Accelerate's wrapper looks for other optimisers at each step; only a scaler needs it.
-        optimizer = self.raw_optimizer if self.accelerator.scaler is None else self.optimizer
+        optimizer = self.optimizer if self.is_scaled else self.raw_optimizer
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
         return grad_norm
+
+    def _clip(self, largest: float | None) -> float | None:
+        if largest is None:
+            return None
+        if self.is_scaled:
+            norm: Any = self.accelerator.clip_grad_norm_(self.parameters, largest)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters, largest)
+        return norm.full_tensor().item() if is_sharded(norm) else norm.item()
 
     def evaluate(self) -> dict[str, float]:
         """Measure the model, or its average where one is kept; every rank does all of it.

@@ -150,7 +150,9 @@ CONVENTION = """Kappa is over the non-zero singular values (above max(shape) eps
 float64) of J = [dA/dW_Q, dA/dW_K, dA/dW_V] of each head, on one test image a seed (the same one
 for all starts). A cell holds the median over all heads of all layers, then the largest; of each
 the geometric mean over seeds and [smallest, largest]. With spectral conditioning the weights are
-the conditioned ones, W + strength I. `spectral(strength=0)` is `default` itself."""
+the conditioned ones, W + strength I. `spectral(strength=0)` is `default` itself. Singular values
+below the threshold count as zero, so no kappa can exceed 1 / (max(shape) eps), here 1.2e11: many
+background patches of these images are alike, which leaves P X all but rank-deficient."""
 SURROGATE = """kappa(X)^3 kappa(Lambda) kappa(W_V) (kappa(W_Q) + kappa(W_K)) + kappa(X) kappa(P),
 every kappa over the non-zero singular values. It is not a bound on kappa(J)."""
 

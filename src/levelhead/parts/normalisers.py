@@ -5,8 +5,12 @@ from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.shapes import at_least_float32
-from levelhead.stages.learned_bias import attention_with_learned_bias, learns_on_cpu
 from levelhead.stages.masks import AttentionMask
+from levelhead.stages.score_matrix import (
+    attention_by_score_matrix,
+    is_smaller_than_queries,
+    learns_on_cpu,
+)
 from levelhead.stages.softmax import sink_attention, softmax_attention
 
 
@@ -28,7 +32,7 @@ class Softmax(Part):
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it."""
         if mask.bias is not None and learns_on_cpu(mask.bias):
-            return attention_with_learned_bias(
+            return attention_by_score_matrix(
                 query, key, value, mask.bias, mask.allowed(), scale, dropout_p
             )
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
@@ -62,8 +66,9 @@ class OffByOne(Softmax):
         dropout_p: float,
     ) -> Tensor:
         sink = self.sink_score(query)
-        if mask.bias is not None and learns_on_cpu(mask.bias):
-            return attention_with_learned_bias(
+        learns = mask.bias is not None and learns_on_cpu(mask.bias)
+        if learns or is_smaller_than_queries(query, key):
+            return attention_by_score_matrix(
                 query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink
             )
         attn_mask, is_causal = mask.for_sdpa(query.dtype)

@@ -1,4 +1,8 @@
-"""Attention whose position bias learns, on a CPU, where no fused kernel gives it a gradient."""
+"""Attention through the T x S matrix of scores, on a CPU, where no fused kernel does better.
+
+Two cases: a position bias that learns, which no fused kernel gives a gradient, and a matrix that
+is smaller than the queries themselves (the channels of cross-covariance attention).
+"""
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +21,27 @@ def learns_on_cpu(attn_bias: Tensor) -> bool:
     return attn_bias.requires_grad and attn_bias.device.type == "cpu"
 
 
-def attention_with_learned_bias(
+def is_smaller_than_queries(
+    query: Float[Tensor, "B H T D"], key: Float[Tensor, "B Hkv S D"]
+) -> bool:
+    """Whether the scores of a call on a CPU take less room than its queries.
+
+    A compiler is told no: a graph shall not depend on the length.
+
+    Args:
+        query: Queries.
+        key: Keys.
+    """
+    if torch.compiler.is_compiling() or query.device.type != "cpu":
+        return False
+    return key.shape[2] < query.shape[3]
+
+
+def attention_by_score_matrix(
     query: Float[Tensor, "B H T D"],
     key: Float[Tensor, "B Hkv S D"],
     value: Float[Tensor, "B Hkv S Dv"],
-    attn_bias: Float[Tensor, "#B #H #T #S"],
+    attn_bias: Float[Tensor, "#B #H #T #S"] | None,
     allowed: Bool[Tensor, "#B #H #T #S"] | None,
     scale: float,
     dropout_p: float = 0.0,
@@ -31,13 +51,11 @@ def attention_with_learned_bias(
 
         attn_output = softmax(scale * query @ key^T + attn_bias) @ value
 
-    A quarter faster than torch's own plain form (forward and backward, windows of 49 tokens).
-
     Args:
         query: Queries.
         key: Keys; ``Hkv`` divides ``H``.
         value: Values.
-        attn_bias: Added to the scores; -inf forbids.
+        attn_bias: Added to the scores; -inf forbids. Or None.
         allowed: True = may attend, or None for all.
         scale: Factor on the dot product.
         dropout_p: Probability of dropping a weight.
@@ -51,22 +69,28 @@ def attention_with_learned_bias(
     if num_groups > 1:
         key, value = (rows.repeat_interleave(num_groups, dim=1) for rows in (key, value))
     query = query.to(compute_dtype) * scale if scale != 1.0 else query.to(compute_dtype)
-    with without_autocast(query.device.type):
-        scores = (query @ key.to(compute_dtype).mT).add_(attn_bias.to(compute_dtype))
+    key = key.to(compute_dtype)
+    # Added, not filled in: a constant needs no backward pass.
+    hidden = None
     if allowed is not None:
-        # Added, not filled in: a constant needs no backward pass.
-        scores.add_(
-            torch.zeros_like(allowed, dtype=compute_dtype).masked_fill(~allowed, -torch.inf)
-        )
+        hidden = torch.zeros_like(allowed, dtype=compute_dtype).masked_fill(~allowed, -torch.inf)
+    with without_autocast(query.device.type):
+        scores = _scores(query, key, attn_bias, hidden)
     if sink_score is not None:
         attn_weights = _sink_softmax(scores, sink_score)
-    elif _may_be_empty(attn_bias, allowed):
-        attn_weights = _safe_softmax(scores)
     else:
-        attn_weights = scores.softmax(dim=-1)
+        attn_weights = _safe_softmax(scores, _may_be_empty(attn_bias, hidden))
     if dropout_p > 0:
         attn_weights = F.dropout(attn_weights, dropout_p)
     return attn_weights.to(value.dtype) @ value
+
+
+def _scores(query: Tensor, key: Tensor, *added: Tensor | None) -> Tensor:
+    scores = query @ key.mT
+    for part in added:
+        if part is not None:
+            scores.add_(part.to(scores.dtype))
+    return scores
 
 
 def _sink_softmax(scores: Tensor, sink_score: Tensor) -> Tensor:
@@ -74,15 +98,18 @@ def _sink_softmax(scores: Tensor, sink_score: Tensor) -> Tensor:
     return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _may_be_empty(attn_bias: Tensor, allowed: Tensor | None) -> bool:
+def _may_be_empty(attn_bias: Tensor | None, hidden: Tensor | None) -> bool:
     """Whether a query could be left without a key; looks at no full T x S matrix."""
-    if torch.compiler.is_compiling() or attn_bias.numel() == 0:
+    if torch.compiler.is_compiling():
         return True
-    forbids = bool(attn_bias.detach().amin() == -torch.inf)
-    return forbids or (allowed is not None and not bool(allowed.any(dim=-1).all()))
+    if attn_bias is not None and attn_bias.numel() > 0 and attn_bias.amin().item() == -torch.inf:
+        return True
+    return hidden is not None and bool((hidden == -torch.inf).all(dim=-1).any())
 
 
-def _safe_softmax(scores: Tensor) -> Tensor:
+def _safe_softmax(scores: Tensor, may_be_empty: bool) -> Tensor:
     """Softmax; a row of -inf gives zeros, with a zero gradient."""
+    if not may_be_empty:
+        return scores.softmax(dim=-1)
     empty = (scores.detach() == -torch.inf).all(dim=-1, keepdim=True)
     return scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)

@@ -4,7 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from levelhead.stages.learned_bias import attention_with_learned_bias, learns_on_cpu
+from levelhead.stages.score_matrix import (
+    attention_by_score_matrix,
+    is_smaller_than_queries,
+    learns_on_cpu,
+)
+from levelhead.stages.softmax import sink_attention
 
 B, H, HKV, T, S, D = 2, 6, 3, 5, 7, 11
 SCALE = 0.3
@@ -27,7 +32,7 @@ def inputs():
 def test_agrees_with_torch_in_values_and_gradients(is_masked):
     query, key, value, bias, allowed = inputs()
     allowed = allowed if is_masked else None
-    found = attention_with_learned_bias(query, key, value, bias, allowed, SCALE)
+    found = attention_by_score_matrix(query, key, value, bias, allowed, SCALE)
     merged = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
     expected = F.scaled_dot_product_attention(
         query, key, value, merged, scale=SCALE, enable_gqa=True
@@ -46,7 +51,7 @@ def test_agrees_with_torch_in_values_and_gradients(is_masked):
 def test_sink_is_a_key_without_a_value():
     query, key, value, bias, allowed = inputs()
     sink = torch.randn(H, dtype=torch.double, requires_grad=True)
-    found = attention_with_learned_bias(query, key, value, bias, allowed, SCALE, sink_score=sink)
+    found = attention_by_score_matrix(query, key, value, bias, allowed, SCALE, sink_score=sink)
     keys, values = (rows.repeat_interleave(2, dim=1) for rows in (key, value))
     mass = (SCALE * query @ keys.mT + bias).exp() * allowed
     expected = mass @ values / (mass.sum(-1) + sink.exp()[:, None]).unsqueeze(-1)
@@ -60,13 +65,11 @@ def test_sink_is_a_key_without_a_value():
 def test_dropout_drops_weights():
     query, key, value, bias, _ = inputs()
     torch.manual_seed(0)
-    found = attention_with_learned_bias(query, key, value, bias, None, SCALE, dropout_p=0.5)
+    found = attention_by_score_matrix(query, key, value, bias, None, SCALE, dropout_p=0.5)
     torch.manual_seed(0)
-    assert torch.equal(
-        found, attention_with_learned_bias(query, key, value, bias, None, SCALE, 0.5)
-    )
+    assert torch.equal(found, attention_by_score_matrix(query, key, value, bias, None, SCALE, 0.5))
     assert not torch.allclose(
-        found, attention_with_learned_bias(query, key, value, bias, None, SCALE)
+        found, attention_by_score_matrix(query, key, value, bias, None, SCALE)
     )
 
 
@@ -74,3 +77,19 @@ def test_only_a_bias_that_learns_goes_this_way():
     bias = torch.zeros(1, requires_grad=True)
     assert learns_on_cpu(bias)
     assert not learns_on_cpu(bias.detach())
+
+
+def test_a_sink_over_fewer_keys_than_coordinates_is_a_key_without_a_value():
+    query, key, value, _, allowed = inputs()
+    sink = torch.randn(H, dtype=torch.double, requires_grad=True)
+    assert is_smaller_than_queries(query, key)
+    assert not is_smaller_than_queries(query[..., :S], key[..., :S])
+    found = attention_by_score_matrix(query, key, value, None, allowed, SCALE, sink_score=sink)
+    expected = sink_attention(query, key, value, sink, allowed, False, SCALE)
+    torch.testing.assert_close(found, expected)
+    everything = (query, key, value, sink)
+    grad = torch.randn_like(found)
+    torch.testing.assert_close(
+        torch.autograd.grad(found, everything, grad),
+        torch.autograd.grad(expected, everything, grad),
+    )

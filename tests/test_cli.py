@@ -165,7 +165,10 @@ def test_list_shows_every_variant_and_initializer(run):
     assert "conditioned" in run("list", "initializers")[1]
     code, _, err = run("list", "colours")
     assert code == 2
-    assert last_line(err) == "levelhead: unknown list 'colours'; known: variants, initializers, recipes"
+    assert (
+        last_line(err)
+        == "levelhead: unknown list 'colours'; known: variants, initializers, recipes"
+    )
 
 
 def test_every_command_shows_an_example():

@@ -27,7 +27,7 @@ def test_shares_are_of_all_processes_time_and_sum_to_one():
 def test_the_command_fails_above_the_bar(monkeypatch, tmp_path, capsys, training, code):
     spent = SPENT | {"worker_s": SPENT["worker_s"] | {"training": training}}
     monkeypatch.setattr(grid, "measure_grid", lambda *given: grid.account(spent, 100.0))
-    assert grid.main(["--json", str(tmp_path / "record.json")]) == code
+    assert grid.main(["--out", str(tmp_path / "record.json")]) == code
     record = json.loads((tmp_path / "record.json").read_text())
     assert record["holds"] == (code == 0)
     assert "60 runs, 2 at a time, 100 s: outside training" in capsys.readouterr().out

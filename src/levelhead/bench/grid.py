@@ -72,6 +72,19 @@ def account(spent: dict[str, Any], wall_s: float) -> dict[str, Any]:
     }
 
 
+def table(record: dict[str, Any]) -> str:
+    """Return the record as text: a line for each share of the time, and the verdict."""
+    shares = sorted(record["shares"].items(), key=lambda item: -item[1])
+    lines = [f"{share:7.2%}  {name.replace('_', ' ')}" for name, share in shares]
+    verdict = "ok" if record["holds"] else "ABOVE"
+    lines.append(
+        f"{record['num_runs']} runs, {record['workers']} at a time, {record['wall_s']:.0f} s: "
+        f"outside training {record['outside_frac']:.2%} (bar {OUTSIDE_BAR:.0%}, {verdict}), "
+        f"with evaluation {record['outside_with_evaluation_frac']:.2%}"
+    )
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run from the command line.
 
@@ -81,11 +94,12 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         0 if the share outside training stays below its bar, else 1.
     """
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="levelhead bench grid", description=__doc__)
     parser.add_argument("--data", default="digits")
     parser.add_argument("--runs", type=int, default=60)
     parser.add_argument("--workers", type=int, help="processes; default one for each core")
-    parser.add_argument("--json", type=Path, help="also write the record here")
+    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
     found = measure_grid(chosen.data, chosen.runs, chosen.workers)
     holds = found["outside_frac"] <= OUTSIDE_BAR
@@ -98,14 +112,8 @@ def main(argv: list[str] | None = None) -> int:
         "holds": holds,
         **found,
     }
-    for name, share in sorted(found["shares"].items(), key=lambda item: -item[1]):
-        print(f"{share:7.2%}  {name.replace('_', ' ')}")
-    verdict = "ok" if holds else "ABOVE"
-    print(
-        f"{found['num_runs']} runs, {found['workers']} at a time, {found['wall_s']:.0f} s: "
-        f"outside training {found['outside_frac']:.2%} (bar {OUTSIDE_BAR:.0%}, {verdict}), "
-        f"with evaluation {found['outside_with_evaluation_frac']:.2%}"
-    )
-    if chosen.json:
-        chosen.json.write_text(json.dumps(record, indent=1) + "\n")
+    text = json.dumps(record, indent=1)
+    print(text if chosen.json else table(record))
+    if chosen.out is not None:
+        chosen.out.write_text(text + "\n")
     return 0 if holds else 1

@@ -334,9 +334,9 @@ def test_folders_of_transformers_runs_and_text_files(tmp_path):
 
 
 def test_a_run_of_the_comparison_opens_to_a_verdict(tmp_path, monkeypatch):
-    from levelhead.harness import compare
+    from levelhead.harness import step_times
 
-    monkeypatch.setattr(compare, "TIMING_ROUNDS", 2)
+    monkeypatch.setattr(step_times, "TIMING_ROUNDS", 2)
     arguments = ["compare", "--data", "digits", "--variants", "quest", "--seeds", "1", "--steps",
                  "3", "--workers", "1", "--model", "vit(embed_dim=12, num_heads=2, num_layers=1)",
                  "--out", str(tmp_path / "run")]  # fmt: skip

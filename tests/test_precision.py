@@ -7,7 +7,7 @@ import levelhead as lh
 from cases import OPTIONS, all_terms, full_house
 from levelhead.kernels import SinkAttention, find_lse_kernel
 
-E, H, D, T = 16, 2, 8, 7
+E, H, D, T = 16, 2, 8, 11
 
 
 def large_inputs(dtype, factor):

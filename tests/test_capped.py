@@ -93,3 +93,34 @@ def test_no_matrix_of_scores_is_kept_for_the_backward_pass():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         inner(*tensors, is_causal=True)
     assert max(t.numel() for t in kept) == B * H * 257 * D
+
+
+def test_a_gradient_with_a_graph_is_the_gradient_where_inputs_depend_on_each_other():
+    inner = lh.InnerAttention(
+        "soft_cap(cap=1.3) + sink", embed_dim=H * D, num_heads=H, dtype=torch.float64
+    )
+    rows = draw(B, H, T, D)
+    learning = [rows, *inner.parameters()]
+    for query, key, value in [(rows, rows, rows), (rows, 2 * rows, rows.sin())]:
+        loss = inner(query, key, value, is_causal=True).square().sum()
+        expected = torch.autograd.grad(loss, learning, retain_graph=True)
+        found = torch.autograd.grad(loss, learning, create_graph=True)
+        torch.testing.assert_close(found, expected)
+
+
+def test_many_gradients_at_once_are_those_one_by_one():
+    inner = lh.InnerAttention("soft_cap(cap=1.3)", embed_dim=10, num_heads=2, dtype=torch.float64)
+    inputs = tuple(draw(1, 2, 3, D) for _ in range(3))
+    found = torch.autograd.functional.jacobian(inner, inputs, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(inner, inputs))
+
+
+def test_a_backward_pass_under_autocast_keeps_the_precision_of_the_forward_pass():
+    inner = lh.InnerAttention("soft_cap(cap=1.3)", embed_dim=H * D, num_heads=H)
+    inputs = [draw(B, H, T, D, dtype=torch.float32) for _ in range(3)]
+    output = inner(*inputs)
+    grad = torch.randn_like(output)
+    expected = torch.autograd.grad(output, inputs, grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(output, inputs, grad)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

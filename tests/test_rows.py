@@ -79,3 +79,13 @@ def test_transforms_and_a_gradient_under_them_see_the_same():
     leaf = rows.clone().requires_grad_()
     unit_rows(leaf).sin().sum().backward()
     torch.testing.assert_close(of_each, leaf.grad)
+
+
+def test_a_backward_pass_under_autocast_keeps_the_precision_of_the_forward_pass():
+    rows, factor = rows_of(torch.float32), torch.rand(3, 1, 1, requires_grad=True)
+    unit = unit_rows(rows, EPS, factor)
+    grad = torch.randn_like(rows)
+    expected = torch.autograd.grad(unit, (rows, factor), grad, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(unit, (rows, factor), grad)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -41,13 +41,22 @@ def fits_capped_attention(
         False off the CPU, in half precision, with a cap so high that it costs the scores their
         digits, with dropout or a bias that learns, for a compiler and inside ``torch.func``.
     """
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    if torch.compiler.is_compiling() or transforms() or dropout_p > 0 or query.numel() == 0:
+    if torch.compiler.is_compiling() or _is_transformed() or dropout_p > 0 or query.numel() == 0:
         return False
     learns = mask.bias is not None and mask.bias.requires_grad
     if query.device.type != "cpu" or query.dtype not in _DTYPES or learns:
         return False
     return soft_cap * torch.finfo(query.dtype).eps <= _SCORE_ERROR
+
+
+def _is_transformed() -> bool:
+    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether many gradients come at once (``is_grads_batched=True``)."""
+    functorch = getattr(torch._C, "_functorch", None)
+    return getattr(functorch, "is_legacy_batchedtensor", lambda tensor: False)(grad)
 
 
 @dataclass(frozen=True)
@@ -172,16 +181,25 @@ class CappedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         query, key, value, sink_score, *parts = ctx.saved_tensors
-        inputs = (query, key, value, sink_score)
-        if torch.is_grad_enabled():  # the gradient shall have a gradient
-            learning = [t for t in inputs if t is not None and t.requires_grad]
-            output = ctx.plain(query, key, value)
-            found = iter(torch.autograd.grad(output, learning, grads, create_graph=True))
-            learns = (t is not None and t.requires_grad for t in inputs)
-            return *[next(found) if has else None for has in learns], None, None, None, None
+        if torch.is_grad_enabled() or _is_batched(grads[0]):
+            found = _plain_gradients(ctx.plain, query, key, value, sink_score, grads[0])
+            return *found, None, None, None, None
         mask = replace(ctx.mask, mask=parts[0], bias=parts[1])
-        scores = _Scores(query, key, sink_score, mask, ctx.scale, ctx.cap)
-        return *_gradients(scores, value, grads[0]), None, None, None, None
+        with without_autocast("cpu"):
+            scores = _Scores(query, key, sink_score, mask, ctx.scale, ctx.cap)
+            return *_gradients(scores, value, grads[0]), None, None, None, None
+
+
+def _plain_gradients(plain, query, key, value, sink_score, grad) -> list[Tensor | None]:
+    """Return the gradients by public operators: they have gradients, and may be batched."""
+    has_graph = torch.is_grad_enabled()
+    with torch.enable_grad(), without_autocast("cpu"):
+        # Views, for one may be made of another, or be the same: no gradient shall count twice.
+        rows = [t.view_as(t) for t in (query, key, value)]
+        inputs = [t if t is not None and t.requires_grad else None for t in (*rows, sink_score)]
+        learning = [t for t in inputs if t is not None]
+        found = iter(torch.autograd.grad(plain(*rows), learning, grad, create_graph=has_graph))
+    return [None if t is None else next(found) for t in inputs]
 
 
 def _gradients(scores: _Scores, value: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:

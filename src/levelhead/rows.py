@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.shapes import at_least_float32
+from levelhead.shapes import at_least_float32, without_autocast
 
 ROW_EPS = 1e-6
 """Norm below which a row is divided by this instead (Govindarajan et al. 2026; METHODS 4, 5)."""
@@ -84,8 +84,13 @@ class _UnitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        with without_autocast(grads[0].device.type):
+            return _UnitRows._gradients(ctx, grads[0])
+
+    @staticmethod
+    def _gradients(ctx, grad):
         rows, inverse, is_longer, factor = ctx.saved_tensors
-        wide = grads[0].to(inverse.dtype)
+        wide = grad.to(inverse.dtype)
         if torch.is_grad_enabled():  # the gradient shall have a gradient
             inverse = inverse_row_norm(rows, ctx.eps)
         along = torch.linalg.vecdot(wide, rows.to(inverse.dtype)).unsqueeze(-1) * inverse

@@ -140,7 +140,8 @@ TRANSFORMERS = {
     "gpt2": Host(_transformers("GPT2LMHeadModel", "GPT2Config", **GPT2), tokens, 2),
     "gpt2_cross": Host(
         _transformers("GPT2LMHeadModel", "GPT2Config", **GPT2, add_cross_attention=True),
-        lambda: tokens() | {"encoder_hidden_states": torch.ones(2, 13, 30)},
+        # Tokens that differ: with equal keys nothing could depend on a score.
+        lambda: tokens() | {"encoder_hidden_states": torch.arange(780.0).sin().view(2, 13, 30)},
         4,
     ),
     "llama": _llm("Llama"),

@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import time
 
 import pytest
 import torch
@@ -30,6 +31,14 @@ def watched(writer, path):
     return seen
 
 
+def eventually(holds, seconds=120):
+    """Ask until it holds, or the time is over."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.1)
+    return holds()
+
+
 @pytest.mark.filterwarnings("ignore")  # of the tracker's own imports
 def test_weights_and_biases_gets_the_scalars(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="needs wandb")
@@ -40,7 +49,8 @@ def test_weights_and_biases_gets_the_scalars(tmp_path, monkeypatch):
     assert run.summary[NAME] == pytest.approx(seen[2][NAME])
     run.finish()
     (stored,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    assert NAME.encode() in stored.read_bytes()
+    # A process of its own writes the file, some time after ``finish``.
+    assert eventually(lambda: NAME.encode() in stored.read_bytes())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -22,6 +22,9 @@ FLAGS = [
 ]  # fmt: skip
 PHONE, DESKTOP = (375, 812), (1280, 900)
 
+PATIENCE_MS = 180_000
+"""A full-page picture takes a second, and a minute beside other work on two cores."""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
@@ -54,6 +57,7 @@ def browser(tmp_path_factory):
             tmp_path_factory.mktemp("profile"), executable_path=CHROMIUM, headless=True,
             args=FLAGS, accept_downloads=True,
         )  # fmt: skip
+        context.set_default_timeout(PATIENCE_MS)
         yield context
         context.close()
 

@@ -60,6 +60,8 @@ def test_diagnose_and_report_read_what_was_trained(tmp_path, capsys):
         ([], "needs a recipe, or --small for the embedded default"),
         (["--small", "stepps=3"], "unknown override 'stepps'; known: data, model.<option>, steps"),
         (["--small", "data=nothing"], "unknown data 'nothing'"),
+        (["--small", "data=[1"], "the value of override 'data=[1' is not YAML"),
+        (["--small", "=3"], "an override must be key=value with a dotted key, got '=3'"),
         (["--small", "steps=-1"], "steps: Input should be greater than or equal to 1"),
         (["--small", "--variant", "qest"], "unknown variant term 'qest'"),
         (["--small", "--init", "zeros"], "unknown initializer 'zeros'"),

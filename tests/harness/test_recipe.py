@@ -181,6 +181,10 @@ def test_extends_that_is_not_there(tmp_path):
         ("deviations: {full: words}", "deviations must be lists of text"),
         ("deviations: {medium: []}", "deviations must be lists of text"),
         ("a: [", "not plain YAML"),
+        ("full: {a: &a [1, 2], b: *a}", r"not plain YAML: the alias \*a is not allowed"),
+        ("full: &a {b: *a}", r"not plain YAML: the alias \*a is not allowed"),
+        ("title: " + "[" * 9_000 + "]" * 9_000, "not plain YAML: its values lie too deep"),
+        ("title: \x00", "not plain YAML"),
         ("title: " + "a" * 100_000, "at most 100,000 bytes, got 100,007"),
     ],
 )

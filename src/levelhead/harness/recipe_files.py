@@ -154,10 +154,7 @@ def parse_override(text: str) -> Override:
         repr(text),
         "training.batch_size=256, model.options.depth=2",
     )
-    try:
-        return path, yaml.load(raw, _Loader), raw.strip()
-    except yaml.YAMLError as error:
-        raise ValueError(f"the value of override {text!r} is not YAML: {_line(error)}") from None
+    return path, _plain(raw, f"the value of override {text!r} is not YAML"), raw.strip()
 
 
 def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> list[str]:
@@ -247,10 +244,7 @@ def _shown(path: Path) -> str:
 def _read(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     require(size <= MAX_BYTES, f"a recipe must have at most {MAX_BYTES:,} bytes", f"{size:,}")
-    try:
-        recipe = yaml.load(path.read_text("utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not plain YAML: {_line(error)}") from None
+    recipe = _plain(path.read_bytes(), f"{path} is not plain YAML")
     require(isinstance(recipe, dict), f"{path} must be a mapping", type(recipe).__name__)
     unknown = [key for key in recipe if key not in KEYS]
     require(
@@ -275,14 +269,28 @@ def _are_texts(lines: Any) -> bool:
     return isinstance(lines, list) and all(isinstance(line, str) for line in lines)
 
 
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _plain(text: str | bytes, complaint: str) -> Any:
+    try:
+        return yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{complaint}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{complaint}: its values lie too deep in one another") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only: no tags, no doubled keys; ``no`` is a word and ``1e-3`` a number."""
+    """Plain values only; ``no`` is a word and ``1e-3`` a number.
+
+    No tags, no doubled keys, and no aliases: a page of them stands for more than memory holds.
+    """
 
     yaml_implicit_resolvers: dict = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            raise yaml.YAMLError(f"the alias *{alias.anchor} is not allowed{alias.start_mark}")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [self.construct_object(key) for key, _ in node.value]

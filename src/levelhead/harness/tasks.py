@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
@@ -17,7 +17,7 @@ from levelhead.harness.models.gpt import GPT, GPTConfig
 from levelhead.harness.models.vit import ViT, ViTConfig
 from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.seeding import paired_init_
-from levelhead.shapes import require
+from levelhead.shapes import require, require_known
 
 Batch = tuple[Tensor, Tensor]
 
@@ -272,4 +272,7 @@ def _model_config(data: ImageData | TextData, chosen: dict[str, Any]) -> ViTConf
         suggested, config_type = {"patch_size": 4 if height >= LARGE_IMAGE else 2}, ViTConfig
     taken = [name for name in (*decided, "variant") if name in chosen]
     require(not taken, "these options of a model are decided elsewhere", ", ".join(taken))
+    free = [f.name for f in fields(config_type) if f.name not in (*decided, "variant")]
+    for name in chosen:
+        require_known("option of the model", name, free)
     return TypeAdapter(config_type).validate_python({**decided, **suggested, **chosen})

@@ -200,8 +200,9 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_is_used(kind, c
 def test_without_a_whole_checkpoint_a_training_is_not_begun_anew_in_silence(copied):
     for path in (copied / "checkpoints").glob("*/state.json"):
         cut_short(path)
-    with pytest.raises(ValueError, match="must hold a whole checkpoint, got 2 damaged ones"):
-        run(copied, resume=True)
+    for _ in range(2):  # set aside by the first, they still count for the second
+        with pytest.raises(ValueError, match="must hold a whole checkpoint, got 2 damaged ones"):
+            run(copied, resume=True)
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_not_set_aside(copied):

@@ -122,8 +122,7 @@ def latest_checkpoint(folder: Path, say: Say) -> Checkpoint | None:
     Raises:
         ValueError: None of them is whole, or one is of a newer format.
     """
-    found = checkpoints(folder)
-    for path in found:
+    for path in checkpoints(folder):
         problem = damage(path)
         if not problem:
             return read_checkpoint(path)
@@ -132,10 +131,11 @@ def latest_checkpoint(folder: Path, say: Say) -> Checkpoint | None:
         path.rename(aside)
         say(f"{path} is damaged ({problem}) and was renamed to {aside.name}; "
             "the checkpoint before it is used")  # fmt: skip
+    damaged = list(folder.glob(f"{DAMAGED}*"))
     require(
-        not found,
+        not damaged,
         f"{folder} must hold a whole checkpoint",
-        f"{len(found)} damaged ones",
+        f"{len(damaged)} damaged ones",
         "another --out, to start anew",
     )
     return None

@@ -3,11 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-import yaml
-
 from levelhead.harness.config import TaskSettings
+from levelhead.harness.recipe_files import parse_override
 from levelhead.harness.tasks import DEFAULT_DATA, resolve_task
-from levelhead.shapes import require, require_known
+from levelhead.shapes import require_known
 
 MODEL = "model."
 DATA = "data"
@@ -28,10 +27,10 @@ def embedded_settings(overrides: Iterable[str] = ()) -> TaskSettings:
     """
     given: dict[str, Any] = {}
     for text in overrides:
-        key, equals, value = text.partition("=")
-        require(equals == "=", "an override must be key=value", text)
-        given[key] = yaml.safe_load(value)
-    data = str(given.pop(DATA, DEFAULT_DATA["vit"]))
+        path, value, raw = parse_override(text)
+        key = ".".join(path)
+        given[key] = raw if key == DATA and not isinstance(value, str) else value
+    data = given.pop(DATA, DEFAULT_DATA["vit"])
     options = {k.removeprefix(MODEL): given.pop(k) for k in list(given) if k.startswith(MODEL)}
     for key in given:
         require_known("override", key, [DATA, f"{MODEL}<option>", *_FREE])

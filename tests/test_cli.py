@@ -84,10 +84,12 @@ def test_json_is_all_that_standard_output_holds(run):
         (["--inits", "nope"], "unknown initializer 'nope'; known: default"),
         (["--model", "resnet"], "unknown model 'resnet'; known: vit, gpt"),
         (["--model", "vit(embed_dim=7)"], "num_heads must divide embed_dim"),
-        (["--model", "vit(width=7)"], "width: Unexpected keyword argument"),
+        (["--model", "vit(width=7)"], "unknown option of the model 'width'; known: patch_size"),
         (["--model", "vit(", "--data", "digits"], "is written as name"),
         (["--data", "topics", "--model", "vit"], "topics needs the model gpt, got --model vit"),
         (["--learning-rate", "0"], "learning_rate: Input should be greater than 0"),
+        (["--learning-rate", "0", "--recipe", "theta_pre_ln"], "got --learning-rate as well"),
+        (["--learning-rate", "1", "--learning-rates", "2"], "either --learning-rate or"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, arguments, words):

@@ -177,6 +177,11 @@ def compare(
     from levelhead.harness.controls import with_controls
     from levelhead.harness.show import show_summary, stdout_console
 
+    require(
+        learning_rate is None or not learning_rates,
+        "either --learning-rate or --learning-rates must be given",
+        "both",
+    )
     given = {"data": data, "model": model, "steps": steps, "learning_rate": learning_rate}
     recipes = _load_recipes(split_list(recipe), form, overrides, given)
     names = _names(split_list(variants), split_list(inits), recipes, DEFAULT_VARIANTS)
@@ -209,7 +214,9 @@ def _load_recipes(
     from levelhead.harness.recipe import FORMS, load_recipe
 
     require_known("form", form, FORMS)
-    taken = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    taken = [
+        f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, [])
+    ]
     require(
         not taken,
         "a --recipe names its own data, model and training",

@@ -223,4 +223,5 @@ def _told(record: Mapping[str, Any], task: Any, folder: Path) -> list[str]:
     ]
     if waited > SLOW_DATA:
         lines.append("the data pipeline is too slow for this model: more workers would help")
-    return [*lines, f"{folder}/: settings, curve, checkpoints; next: levelhead diagnose {folder}"]
+    following = shlex.join(["levelhead", "diagnose", str(folder)])
+    return [*lines, f"{folder}/: settings, curve, checkpoints; next: {following}"]

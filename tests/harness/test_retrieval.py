@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from levelhead.harness.config import Cell
+from levelhead.harness.engine.engine import train as train_in_engine
 from levelhead.harness.recipe import load_recipe
 from levelhead.harness.recipe_tasks import make_recipe_task
-from levelhead.harness.train import warmup_cosine
+from levelhead.harness.seeding import named_seed
+from levelhead.harness.train import concentration, warmup_cosine
 
 
 def task(*overrides, form="small"):
@@ -101,6 +104,17 @@ def test_one_setting_may_diverge_alone():
     assert model.models[0].head.weight.grad.isfinite().all()
     assert model.models[0].head.weight.grad.abs().sum() > 0
     assert own.evaluate(model)["solved_pct"] == 0
+
+
+def test_the_engine_trains_it_and_measures_every_setting(tmp_path):
+    whole = task("training.steps=3", "training.warmup_steps=1")
+    cell = Cell(task=whole.settings.name, variant="quest", init="default", seed=3)
+    record = train_in_engine(whole, cell, tmp_path / "run")
+    assert record["curve"]["step"] == [1, 2, 3]
+    assert set(record["final"]) == {"solved_pct", "accuracy_mean_pct", "accuracy_best_pct"}
+    tokens, _ = next(whole.batches(named_seed(3, "probe")))
+    alone = [concentration(model, tokens[:64]) for model in whole.start("quest", 3).models]
+    assert record["concentration_start"] == pytest.approx(sum(alone) / len(alone), abs=1e-4)
 
 
 def test_a_perfect_model_solves_it():

@@ -143,7 +143,8 @@ def concentration(model: nn.Module, inputs: Tensor) -> float | None:
         mean over layers, heads and rows of  max_s |attn_weights[s]| / sum_s |attn_weights[s]|
 
     Args:
-        model: Holds ``Attention`` modules.
+        model: Holds ``Attention`` modules. One that stacks others as its ``models`` is asked
+            model by model, as calls under ``vmap`` cannot be repeated outside of it.
         inputs: One batch.
 
     Returns:
@@ -161,7 +162,8 @@ def concentration(model: nn.Module, inputs: Tensor) -> float | None:
     was_training = model.training
     model.eval()
     try:
-        model(inputs)
+        for part in getattr(model, "models", (model,)):
+            part(inputs)
     finally:
         for hook in hooks:
             hook.remove()

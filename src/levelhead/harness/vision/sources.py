@@ -85,6 +85,13 @@ class TorchvisionSource:
         return f"{self.name}, image {index}"
 
 
+class FolderSource(TorchvisionSource):
+    """Images in folders, each with a path to name it by."""
+
+    def where(self, index: int) -> str:
+        return self.parts[0].samples[index][0]
+
+
 class ShardSource:
     """webdataset shards."""
 
@@ -184,7 +191,7 @@ IMAGENET_ARCHIVES = (
 )
 
 
-def _folder(data: ImageFolder, is_training: bool) -> TorchvisionSource:
+def _folder(data: ImageFolder, is_training: bool) -> FolderSource:
     from torchvision.datasets import ImageFolder as Folder
 
     path = Path(data.path) / (data.train if is_training else data.test)
@@ -201,7 +208,7 @@ def _folder(data: ImageFolder, is_training: bool) -> TorchvisionSource:
         f"{path} must hold data.num_classes={data.num_classes} folders, one for each class",
         f"{len(folder.classes)}",
     )
-    return TorchvisionSource(str(path), [folder])
+    return FolderSource(str(path), [folder])
 
 
 def _shards(data: Shards, is_training: bool) -> ShardSource:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hosts import HOSTS, run
 from levelhead.attention import Attention
+from levelhead.convert import convert
 from levelhead.init.blocks import split_heads
 from levelhead.init.table import INITIALIZERS, initializers
 from levelhead.initialize import initialize_
@@ -548,3 +549,23 @@ def test_conditioning_raises_the_spread_of_scores_to_one_and_match_leaves_it():
         spreads[initializer] = effect.after
     assert spreads["conditioned"] == pytest.approx(1.0, abs=0.05)
     assert spreads["conditioned(gain='match')"] == pytest.approx(0.31, abs=0.02)
+
+
+@pytest.mark.parametrize("variant", ["sigma_reparam", "spectral(form='svd')"])
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_what_a_variant_keeps_of_its_initial_weights_is_that_of_the_new_ones(
+    variant, is_converted
+):
+    attention = Attention(26, 2, variant="softmax" if is_converted else variant).eval()
+    if is_converted:
+        convert(attention, variant)
+    plain = Attention(26, 2).eval()
+    initialize_(attention, "orthogonal", generator=seeded())
+    initialize_(plain, "orthogonal", generator=seeded())
+    eye = torch.eye(26)
+    for which, linear in {"q": plain.q_proj, "k": plain.k_proj, "v": plain.v_proj}.items():
+        weight = getattr(attention, f"{which}_proj").weight
+        effective = attention.projections.project(which, eye, weight, None).T
+        # Every singular value is one: sigma_reparam leaves them, the svd form makes them two.
+        factor = 1.0 if variant == "sigma_reparam" else 2.0
+        torch.testing.assert_close(effective, factor * linear.weight, rtol=1e-4, atol=1e-5)

@@ -23,6 +23,7 @@ from levelhead.init.report import (
 from levelhead.init.table import INITIALIZERS, MATRICES, HostProjections, InitializerInfo
 from levelhead.shapes import require, require_float, require_known
 from levelhead.sharding import distribute_like, whole_parameters
+from levelhead.sites.build import derive_again
 from levelhead.sites.find import find_attention
 from levelhead.sites.layout import ProjectionWeights
 from levelhead.sites.sites import AttentionSite, copy_into
@@ -49,7 +50,8 @@ def initialize_(
     layout, computed in float32 or wider and cast once, so one seed gives the same matrices in
     every layout, dtype and device (mimetic in float64 or on another device: matrices of the same
     law, because eigenvectors have no sign of their own). Call it once the weights exist: after
-    ``from_pretrained``, ``to_empty`` and every ``reset_parameters``. Sharded parameters are
+    ``from_pretrained``, ``to_empty`` and every ``reset_parameters``. What a variant keeps of its
+    initial weights (sigma_reparam, the svd form of spectral) is taken anew. Sharded parameters are
     gathered one attention at a time and end up as shards of one whole matrix, rank 0's. Weights
     that several attentions share are initialised once.
 
@@ -125,6 +127,9 @@ def _run_sites(job: Job) -> Rows:
         matrices += rows[0]
         products += rows[1]
         notes += rows[2]
+    if not {"q", "k", "v"}.isdisjoint(job.info.matrices):
+        for site in job.sites:
+            derive_again(site)
     return matrices, products, notes
 
 
@@ -177,7 +182,9 @@ def _run_whole_model(job: Job) -> Rows:
     for name, values in fresh.items():
         copy_into(state[name], distribute_like(values, state[name]))
     rows: list[MatrixRow] = []
+    filled = {id(state[name]) for name in fresh}
     for site in job.sites:
+        derive_again(site, filled)
         after = _whole_facts(job, site)
         dtypes = {name: _dtype_name(w.dtype) for name, w in _weights(job, site).items()}
         rows += matrix_rows(site.name, dtypes, before[site.name], after, after)

@@ -1,5 +1,6 @@
 """Build what a site gets, from the variant and from the terms the host has of its own."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -7,8 +8,9 @@ from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.normalisers import OffByOne
-from levelhead.parts.projections import Projections
+from levelhead.parts.projections import DerivedProjections, Projections
 from levelhead.parts.scores import QueryKeyNormDimensionScale, SoftCap, UnscaledNorm
+from levelhead.sharding import whole_parameters
 from levelhead.sites.host import Host, Installed
 from levelhead.sites.projection_hooks import logical_weight
 from levelhead.sites.sites import AttentionSite
@@ -92,6 +94,24 @@ def derive(site: AttentionSite, installed: Installed) -> None:
     installed.projections.ensure_derived(
         {which: logical_weight(getattr(site.layout, which)) for which in "qkv"}
     )
+
+
+@torch.no_grad()
+def derive_again(site: AttentionSite, filled: Collection[int] = ()) -> None:
+    """Let the projections part of a variant start from new weights, if it kept something of old.
+
+    Args:
+        site: Where; built as the variant or converted.
+        filled: Ids of tensors that have their new values already: their parts stay.
+    """
+    owners = [getattr(site.layout, which).weight.owner for which in "qkv"]
+    for part in site.module.modules():
+        if not isinstance(part, DerivedProjections) or not part.derived:
+            continue  # or the first forward derives
+        if any(id(tensor) in filled for tensor in part.state_dict(keep_vars=True).values()):
+            continue
+        with whole_parameters([*owners, *part.modules()]):
+            part.derive({which: logical_weight(getattr(site.layout, which)) for which in "qkv"})
 
 
 def _norm_is_early(site: AttentionSite, host: Host, norm: nn.Module) -> bool:

@@ -230,7 +230,7 @@ def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix
         name: {layer.kernel for layer in lh.convert(HOSTS[name].build(), variant).layers}
         for name, variant in (
             ("llama", "quest"), ("bert", "quest"), ("gemma2", "gate"), ("swin", "affine"),
-            ("mistral", "sink"), ("nystromformer", "quest"),
+            ("mistral", "sink"), ("nystromformer", "quest"), ("xcit", "sink"),
         )
     }  # fmt: skip
     builds = "which builds the T x S matrix"
@@ -241,6 +241,7 @@ def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix
         "swin": {f"flash; while training plain (a position bias that learns on cpu), {builds}"},
         "mistral": {"flash, with its log-sum-exp"},
         "nystromformer": {"the host's own, through landmarks"},
+        "xcit": {f"plain, {builds}", "flash, with its log-sum-exp"},  # channels; class attention
     }
     wide = lh.Attention(48, 3, head_dim=320)
     assert "1 x kernel: flash" in str(lh.convert(wide, "quest")).splitlines()

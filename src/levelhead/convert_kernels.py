@@ -7,6 +7,7 @@ from levelhead.kernels import attention_backend, find_lse_kernel
 from levelhead.parts.normalisers import OffByOne
 from levelhead.sites.host import Installed
 from levelhead.sites.sites import AttentionSite
+from levelhead.stages.score_matrix import is_smaller_than_queries
 
 TOKENS = 128
 PLAIN = ("math", "plain")
@@ -57,6 +58,8 @@ def _name(site: AttentionSite, installed: Installed, dropout_p: float) -> str:
     backend = attention_backend(query, key, value, None, is_causal, dropout_p)
     if not isinstance(installed.inner.normaliser, OffByOne):
         return backend
+    if site.kind in OVER_CHANNELS and is_smaller_than_queries(query, key):
+        return "plain"
     if dropout_p == 0 and find_lse_kernel(query, key, value, has_mask=False) is not None:
         return "flash, with its log-sum-exp"
     return f"{backend} with an extra key"

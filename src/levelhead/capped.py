@@ -19,8 +19,8 @@ from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
 _BLOCK_QUERIES = 64
-_BLOCK_BYTES = 2**20
-"""Of one block of scores; the backward pass holds three, about a core's second cache."""
+_BLOCK_BYTES = 2**21
+"""Of one block of scores for each thread: near a core's caches, and work enough to share."""
 _DTYPES = (torch.float32, torch.float64)
 _SCORE_ERROR = 1e-5
 """Scores are rounded as if they were as large as the cap: accepted up to this much."""
@@ -93,7 +93,8 @@ class _Scores:
         self.scale, self.cap = scale, cap
         self.future = torch.ones(_BLOCK_QUERIES, _BLOCK_QUERIES, dtype=torch.bool).triu(1)
         row_bytes = (key.shape[2] + 1) * key.element_size()
-        self.num_heads = max(1, min(query.shape[1], _BLOCK_BYTES // (_BLOCK_QUERIES * row_bytes)))
+        room = _BLOCK_BYTES * torch.get_num_threads() // (_BLOCK_QUERIES * row_bytes)
+        self.num_heads = max(1, min(query.shape[1], room))
         self.buffers = query.new_empty(
             3, self.num_heads * _BLOCK_QUERIES * (key.shape[2] + 1)
         ).unbind()

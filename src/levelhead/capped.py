@@ -19,8 +19,8 @@ from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
 _BLOCK_QUERIES = 64
-_BLOCK_BYTES = 2**21
-"""Of one block of scores for each thread: near a core's caches, and work enough to share."""
+_BLOCK_BYTES = 2**22
+"""Of one block of scores for each thread: heads enough for threads to share."""
 _DTYPES = (torch.float32, torch.float64)
 _SCORE_ERROR = 1e-5
 """Scores are rounded as if they were as large as the cap: accepted up to this much."""

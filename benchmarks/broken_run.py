@@ -19,7 +19,8 @@ import torch
 from levelhead.harness.config import Cell
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import make_task, resolve_task
-from levelhead.harness.train import one_thread, start_model, warmup_cosine
+from levelhead.harness.train import start_model, warmup_cosine
+from levelhead.modes import one_thread
 from levelhead.monitor import Monitor
 from levelhead.monitor_alerts import Alert
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from levelhead.modes import is_transformed
 from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
@@ -41,16 +42,12 @@ def fits_capped_attention(
         False off the CPU, in half precision, with a cap so high that it costs the scores their
         digits, with dropout or a bias that learns, for a compiler and inside ``torch.func``.
     """
-    if torch.compiler.is_compiling() or _is_transformed() or dropout_p > 0 or query.numel() == 0:
+    if torch.compiler.is_compiling() or is_transformed() or dropout_p > 0 or query.numel() == 0:
         return False
     learns = mask.bias is not None and mask.bias.requires_grad
     if query.device.type != "cpu" or query.dtype not in _DTYPES or learns:
         return False
     return soft_cap * torch.finfo(query.dtype).eps <= _SCORE_ERROR
-
-
-def _is_transformed() -> bool:
-    return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
 
 
 def _is_batched(grad: Tensor) -> bool:

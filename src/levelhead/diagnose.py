@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from levelhead.capture import capture
 from levelhead.capture_tokens import TokenFinder
-from levelhead.diagnose_calls import one_thread
 from levelhead.diagnose_norms import NormWatcher, contraction_by_site, has_layer_norm
 from levelhead.diagnose_rows import SiteRows
 from levelhead.diagnose_weights import (
@@ -30,6 +29,7 @@ from levelhead.diagnose_weights import (
 from levelhead.diagnosis import WHOLE_LAYER, Diagnosis, Record
 from levelhead.findings import judge, verdict
 from levelhead.measure.streaming import DEFAULT_QUERIES
+from levelhead.modes import one_thread
 from levelhead.shapes import require
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.find import find_attention

@@ -1,7 +1,6 @@
 """One attention call seen as scores, weights, outputs: what the measures of a diagnosis share."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,21 +41,6 @@ class FirstTokens:
     attn_bias: Float[Tensor, "H N N"] | None
     soft_cap: float | None
     sink_score: Float[Tensor, " H"] | None
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: many small operations lose more by waiting than they gain.
-
-    Yields:
-        Nothing.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def first_tokens_of(

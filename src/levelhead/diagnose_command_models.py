@@ -19,11 +19,11 @@ from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import make_task
 from levelhead.harness.train import (
     make_optimizer,
-    one_thread,
     start_model,
     training_step,
     warmup_cosine,
 )
+from levelhead.modes import one_thread
 from levelhead.shapes import require
 from levelhead.store import SPEC, load
 

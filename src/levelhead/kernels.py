@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from levelhead.modes import is_transformed
 from levelhead.shapes import at_least_float32
 
 _FLASH_HALF = (torch.float16, torch.bfloat16)
@@ -107,8 +108,7 @@ def find_lse_kernel(query: Tensor, key: Tensor, value: Tensor, has_mask: bool) -
 def _is_ruled_out() -> bool:
     if torch.compiler.is_compiling():
         return False
-    inside_func = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return not torch.backends.cuda.flash_sdp_enabled() or inside_func()
+    return not torch.backends.cuda.flash_sdp_enabled() or is_transformed()
 
 
 class SinkAttention(torch.autograd.Function):

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from levelhead.modes import is_transformed
 from levelhead.shapes import at_least_float32, without_autocast
 
 ROW_EPS = 1e-6
@@ -59,8 +60,7 @@ def unit_rows(
 
 def _is_traced() -> bool:
     """Whether a compiler fuses the plain form itself, or ``torch.func`` looks into it."""
-    transforms = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
-    return torch.compiler.is_compiling() or transforms()
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 class _UnitRows(torch.autograd.Function):

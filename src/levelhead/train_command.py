@@ -158,7 +158,7 @@ def _run(task: Any, cell: Any, folder: Path, options: Any) -> dict[str, Any]:
     from levelhead.harness.engine.prepare import leave_group
     from levelhead.harness.engine.progress import training_bar
     from levelhead.harness.engine.stop import Stopped
-    from levelhead.harness.train import one_thread
+    from levelhead.modes import one_thread
 
     console = Console(stderr=True, highlight=False)
     is_tiny = isinstance(task.settings, TaskSettings)

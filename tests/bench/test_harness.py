@@ -10,7 +10,7 @@ from levelhead.harness.config import Cell
 from levelhead.harness.engine.engine import train
 from levelhead.harness.engine.options import EngineOptions
 from levelhead.harness.tasks import make_task, resolve_task
-from levelhead.harness.train import one_thread
+from levelhead.modes import one_thread
 
 
 def test_only_steps_that_follow_a_step_are_timed(monkeypatch):

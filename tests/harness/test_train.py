@@ -12,12 +12,12 @@ from levelhead.harness.tasks import make_task, resolve_task
 from levelhead.harness.train import (
     concentration,
     make_optimizer,
-    one_thread,
     start_model,
     train_cell,
     training_step,
     warmup_cosine,
 )
+from levelhead.modes import one_thread
 from levelhead.variants import VARIANTS
 
 EVERY_VARIANT = ["soft_cap(cap=9.0)" if name == "soft_cap" else name for name in VARIANTS]

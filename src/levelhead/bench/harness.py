@@ -20,7 +20,8 @@ from torch import nn
 from levelhead.harness.config import Cell
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task, make_task, resolve_task
-from levelhead.harness.train import one_thread, start_model
+from levelhead.harness.train import start_model
+from levelhead.modes import one_thread
 
 OVERHEAD_BAR, WAITING_BAR = 1.03, 0.05
 CASES = {"small ViT": "digits", "small GPT": "topics"}

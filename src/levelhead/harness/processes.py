@@ -297,9 +297,10 @@ def _end_with_parent() -> None:
 
 
 def _picklable(error: Exception) -> Exception:
+    """Return the error, or its words where it cannot cross to the parent."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # an exception's own pickling may raise anything; its words still go
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 

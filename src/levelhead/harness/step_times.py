@@ -8,7 +8,8 @@ from levelhead.harness.config import BASELINE, Cell
 from levelhead.harness.runs import RunFolder
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
-from levelhead.harness.train import make_optimizer, one_thread, start_model, training_step
+from levelhead.harness.train import make_optimizer, start_model, training_step
+from levelhead.modes import one_thread
 
 TIMING_ROUNDS = 25
 FEWEST_ROUNDS = 5

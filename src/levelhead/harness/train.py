@@ -2,8 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
 from levelhead.initialize import initialize_
+from levelhead.modes import one_thread
 
 NUM_EVALUATIONS = 3
 NUM_CURVE_POINTS = 60
@@ -206,14 +206,3 @@ def _train(
                 evaluations.append({"step": step, **task.evaluate(model)})
             on_step()
     return {"curve": curve, "evaluations": evaluations}, None
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread: small models are faster so, and sums keep their order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

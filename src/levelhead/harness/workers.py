@@ -26,7 +26,8 @@ from levelhead.harness.processes import (
 )
 from levelhead.harness.selection import held_out
 from levelhead.harness.tasks import Task, make_task
-from levelhead.harness.train import one_thread, train_cell
+from levelhead.harness.train import train_cell
+from levelhead.modes import one_thread
 
 Job = tuple[Training, Cell, Path]
 """What is trained, which cell of it, and a folder for what a recipe's training leaves."""

@@ -18,7 +18,8 @@ from levelhead.harness.engine.options import EngineOptions
 from levelhead.harness.engine.schedule import make_schedule
 from levelhead.harness.engine.training import make_optimizer
 from levelhead.harness.tasks import make_task, resolve_task
-from levelhead.harness.train import one_thread, train_cell
+from levelhead.harness.train import train_cell
+from levelhead.modes import one_thread
 from tiny_training import TinyText, tiny_cell
 
 

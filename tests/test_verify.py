@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from hosts import HOSTS, tokens
+from levelhead.attention import Attention
 from levelhead.convert import convert
+from levelhead.harness.models.gpt import GPT, GPTConfig
+from levelhead.parts import weights
 from levelhead.parts.normalisers import Softmax
 from levelhead.sites.find import find_attention
 from levelhead.sites.host import installed_in
@@ -112,6 +115,95 @@ def test_an_attention_that_forgets_its_mask_is_found(monkeypatch):
         part, "fused", lambda out, value, mask, *rest: fused(part, out, value, whole, *rest)
     )
     assert "moved outputs before it" in failure_among(model, batch, "mask leak")
+
+
+def sees_everything(mask):
+    return AttentionMask(mask.num_queries, mask.num_keys, mask.device)
+
+
+def sum_over_everything(monkeypatch):
+    """Let affine sum V over all keys instead of the visible ones."""
+    total = weights.visible_sum
+    monkeypatch.setattr(weights, "visible_sum", lambda m, value: total(sees_everything(m), value))
+    monkeypatch.setattr(weights, "visible_mean", lambda m, value, _: value.mean(2, keepdim=True))
+
+
+def own_gpt():
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=31, embed_dim=24, num_heads=3, context_length=16)
+    return GPT(config).eval(), torch.randint(31, (2, 11))
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "torch_pair", "levelhead"])
+def test_a_part_that_starts_neutral_cannot_hide_its_leak(monkeypatch, name, start):
+    """What is taken from the wrong place is multiplied by zero."""
+    if name == "levelhead":
+        model, batch = own_gpt()
+    else:
+        model, batch = HOSTS[name].build(), HOSTS[name].batch()
+    if name == "torch_pair":
+        batch["tgt_mask"] = torch.ones(7, 7).triu(1).bool()
+    convert(model, "affine", start=start)
+    assert statuses(verify(model, batch))["mask leak"] == "passed"
+    sum_over_everything(monkeypatch)
+    detail = failure_among(model, batch, "mask leak")
+    assert detail.startswith("with nudged parameters: ") == (start == "preserve")
+    assert ("moved outputs before it" in detail) != (name == "torch_pair")
+
+
+@pytest.mark.parametrize("start", ["preserve", "paper"])
+def test_a_part_that_starts_neutral_cannot_hide_that_it_reads_padding(monkeypatch, start):
+    model, batch = HOSTS["bert"].build(), HOSTS["bert"].batch()
+    convert(model, "affine", start=start)
+    sum_over_everything(monkeypatch)
+    detail = failure_among(model, batch, "padding")
+    assert detail.startswith("with nudged parameters: ") == (start == "preserve")
+
+
+def test_calls_tell_whether_the_future_is_hidden_where_the_model_cannot():
+    model, batch = own_gpt()
+    convert(model, "quest + affine")
+    (check,) = [check for check in verify(model, batch).checks if check.name == "mask leak"]
+    assert check.detail == (
+        "changed tokens 6 (moved 5 of 11), 10 (moved 1 of 11): no output before it moved; "
+        "also with nudged parameters"
+    )
+    blind = parts(model)[1].inner
+    attend = blind.attend
+    blind.attend = lambda q, k, v, hidden, call: attend(
+        q, k, v, hidden, call._replace(mask=sees_everything(call.mask))
+    )
+    assert "moved outputs before it: [0, 1, 2, 3, 4, 5]" in failure_among(
+        model, batch, "mask leak"
+    )
+
+
+def test_a_model_that_sees_the_future_beside_its_attention_is_told_apart():
+    """Its causal attention makes a promise that stock breaks too: the user says what is meant."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.attention = Attention(12, 3)
+
+        def forward(self, states):
+            return self.attention(states + states.mean(dim=1, keepdim=True), is_causal=True)
+
+    model, batch = Pooled().eval(), torch.randn(2, 7, 12)
+    convert(model, "quest")
+    assert failure(model, batch, "mask leak").endswith("[0, 1, 2, 3], as in stock")
+    verify(model, batch, is_causal=False)
+
+
+def test_nudged_parameters_that_overflow_prove_nothing():
+    model, batch = converted("gpt2", "qknorm_hs")
+    model.half()
+    for part in parts(model):
+        nn.init.constant_(part.inner.norm.head_scale, 5e4)
+    (check,) = [check for check in verify(model, batch).checks if check.name == "mask leak"]
+    assert check.detail.endswith("no output before it moved; nudged parameters overflow")
 
 
 def test_an_attention_off_the_path_is_found():

@@ -12,7 +12,13 @@ from levelhead.sites.find import find_attention
 from levelhead.sites.host import installed_in
 from levelhead.sites.reading import Reader
 from levelhead.store_checksum import checksum
-from levelhead.verify_checks import check_cache, check_leak, check_padding, check_parity
+from levelhead.verify_checks import (
+    check_cache,
+    check_leak,
+    check_padding,
+    check_parity,
+    nudged_too,
+)
 from levelhead.verify_path import check_on_path
 from levelhead.verify_report import FAILED, PASSED, Check, Verification, VerificationError
 from levelhead.verify_subject import Subject
@@ -35,14 +41,18 @@ def verify(
     else. Cache: a sequence fed in pieces gives the logits of the full pass. Checksum: all of this
     changed no bit of the model.
 
+    Leak, padding and cache are checked as the model is, and again with the parameters of the
+    variant nudged: a part that starts neutral hides what it does.
+
     Runs in evaluation mode without gradients, on two copies of the model, one after the other.
 
     Args:
         model: A model converted by ``levelhead.convert``; not compiled.
         batch: One batch: a mapping of keyword arguments, a tuple of positional ones, or the one
             argument. More than a few tokens or images make it slow, not better.
-        is_causal: Whether the future must be hidden. By default the model is asked; say True
-            where only a mask in the batch hides it (``nn.TransformerEncoder``).
+        is_causal: Whether the future must be hidden. By default the model is asked, and the masks
+            of its calls: all of them must forbid the future. Say True where a mask in the batch
+            should (``nn.TransformerEncoder``).
         readers: As for ``convert``.
         ignore: As for ``convert``.
 
@@ -72,10 +82,10 @@ def verify(
         subject = Subject(model, batch, sites, is_causal, options)
         checks = [
             *check_parity(subject),
-            check_leak(subject),
+            nudged_too(check_leak, subject),
             check_on_path(subject),
-            check_padding(subject),
-            check_cache(subject),
+            nudged_too(check_padding, subject),
+            nudged_too(check_cache, subject),
         ]
     after = checksum(model.state_dict())
     holds = PASSED if before == after else FAILED

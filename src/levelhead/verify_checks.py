@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from levelhead.sites.find import find_attention
 from levelhead.sites.host import host_of, installed_in
 from levelhead.variants import parse_variant
 from levelhead.verify_batch import Padded, Tokens, find_padding, find_tokens, run, tensors_in
+from levelhead.verify_nudge import all_nudged, has_parameters
 from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check, verdict
 from levelhead.verify_subject import STILL, TOLERANCE, Subject, distance
 
@@ -106,6 +109,31 @@ def _scores_and_output(
         return {}, run(model, batch)
 
 
+def nudged_too(check: Callable[[Subject], Check], subject: Subject) -> Check:
+    """Run a check, and where it passes once more with the parameters of the variant nudged.
+
+    A part that starts neutral (affine and gate with ``start="preserve"``) multiplies by zero what
+    it takes from the wrong place: only nudged does it show.
+
+    Args:
+        check: One whose claim holds whatever the parameters are.
+        subject: What is checked.
+
+    Returns:
+        Its row.
+    """
+    found = check(subject)
+    if found.status != PASSED or not has_parameters(subject):
+        return found
+    with all_nudged(subject):
+        if not all(out.isfinite().all() for out in tensors_in(run(subject.model, subject.batch))):
+            return replace(found, detail=f"{found.detail}; nudged parameters overflow")
+        again = check(subject)
+    if again.status == FAILED:
+        return replace(again, detail=f"with nudged parameters: {again.detail}")
+    return replace(found, detail=f"{found.detail}; also with nudged parameters")
+
+
 def check_leak(subject: Subject) -> Check:
     """Change a token: outputs must move where the stock's do, and never before it if causal.
 
@@ -130,9 +158,9 @@ def check_leak(subject: Subject) -> Check:
             return Check(name, FAILED, f"changing token {position} moved no output at all")
         early = moved[..., :position].any(dim=0).nonzero().flatten().tolist()
         if subject.hides_the_future and early:
-            return Check(
-                name, FAILED, f"changing token {position} moved outputs before it: {early}"
-            )
+            as_stock = ", as in stock" if moved_in_stock[..., :position].any() else ""
+            detail = f"changing token {position} moved outputs before it: {early}{as_stock}"
+            return Check(name, FAILED, detail)
         beyond = (moved & ~moved_in_stock).any(dim=0).nonzero().flatten().tolist()
         if beyond:
             detail = f"changing token {position} moved outputs that stock does not move: {beyond}"

@@ -1,16 +1,16 @@
 """The proof that a converted attention is on the path: nudge it, see the output move."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from levelhead.sites.host import Installed
 from levelhead.sites.sites import AttentionSite
 from levelhead.verify_batch import run
+from levelhead.verify_nudge import nudged, nudged_parameters
 from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check
 from levelhead.verify_subject import STILL, Subject, distance
 
@@ -55,17 +55,17 @@ def _unmoved(subject: Subject, installed: Installed, before: Any) -> list[str]:
     """Return what of an attention the output does not depend on."""
     has_parameters = any(True for _ in installed.parameters())
     missing = ["attention"] + (["parameters"] if has_parameters else [])
-    with _nudged_parameters(installed):
+    with nudged_parameters(installed):
         if has_parameters and _movement(run(subject.model, subject.batch), before) > 1:
             missing.remove("parameters")
     for size in NUDGES:
         with _nudged_attention(installed, size):
-            nudged = run(subject.model, subject.batch)
+            moved = run(subject.model, subject.batch)
             if "parameters" in missing:
-                with _nudged_parameters(installed):
-                    if 1 < _movement(run(subject.model, subject.batch), nudged) < math.inf:
+                with nudged_parameters(installed):
+                    if 1 < _movement(run(subject.model, subject.batch), moved) < math.inf:
                         missing.remove("parameters")
-        if "attention" in missing and _movement(nudged, before) > 1:
+        if "attention" in missing and _movement(moved, before) > 1:
             missing.remove("attention")
         if not missing:
             break
@@ -81,15 +81,6 @@ def _movement(found: Any, expected: Any) -> float:
     """Return the distance over what counts as standing still; inf where numbers overflowed."""
     difference, dtype = distance(found, expected)
     return difference / STILL[dtype]
-
-
-def _noise(like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape, generator=generator).to(like)
-
-
-def _nudged(tensor: Tensor, size: float = 1.0) -> Tensor:
-    return tensor + size * (1 + tensor.abs().amax()) * _noise(tensor)
 
 
 def _ends_in_zeros(site: AttentionSite) -> bool:
@@ -128,35 +119,22 @@ def _put_back(part: nn.Module, method: str, before: Any) -> None:
 
 
 def _followed_by_noise(method: Callable[..., Tensor], size: float) -> Callable[..., Tensor]:
-    return lambda *args, **kwargs: _nudged(method(*args, **kwargs), size)
+    return lambda *args, **kwargs: nudged(method(*args, **kwargs), size)
 
 
 def _with_nudged_values(mix: Callable[..., Tensor], size: float) -> Callable[..., Tensor]:
-    return lambda query, key, value, call: mix(query, key, _nudged(value, size), call)
+    return lambda query, key, value, call: mix(query, key, nudged(value, size), call)
 
 
 @contextmanager
 def _nudged_module(module: nn.Module) -> Iterator[None]:
     def nudge(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
-            return _nudged(output)
-        return type(output)([_nudged(output[0]), *output[1:]])
+            return nudged(output)
+        return type(output)([nudged(output[0]), *output[1:]])
 
     handle = module.register_forward_hook(nudge)
     try:
         yield
     finally:
         handle.remove()
-
-
-@contextmanager
-def _nudged_parameters(installed: Installed) -> Iterator[None]:
-    parameters: Sequence[Tensor] = list(installed.parameters())
-    kept = [parameter.clone() for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.add_(parameter.abs() + 0.5 + 0.5 * _noise(parameter))
-        yield
-    finally:
-        for parameter, values in zip(parameters, kept, strict=True):
-            parameter.copy_(values)

@@ -3,15 +3,19 @@
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from levelhead.capture import capture
 from levelhead.convert import restore
+from levelhead.sites.calls import AttentionCall
+from levelhead.sites.find import find_attention
 from levelhead.sites.host import Installed, installed_in
 from levelhead.sites.sites import AttentionSite
-from levelhead.verify_batch import tensors_in
+from levelhead.verify_batch import run, tensors_in
 
 TOLERANCE = {
     torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2,
@@ -31,7 +35,8 @@ class Subject:
         model: The converted model, in evaluation mode.
         batch: One batch for it.
         sites: Its converted attentions.
-        is_causal: Whether the future must be hidden; None to take the sites' word.
+        is_causal: Whether the future must be hidden; None to take the word of the sites, or what
+            their calls show.
         options: ``readers`` and ``ignore`` of ``find_attention``.
         stock: A copy that runs its own attention again.
     """
@@ -60,7 +65,36 @@ class Subject:
         if self.is_causal is not None:
             return self.is_causal
         own = [site for site in self.sites if site.kind == "self"]
-        return bool(own) and all(site.is_causal for site in own)
+        return bool(own) and (all(site.is_causal for site in own) or self._calls_hide_the_future)
+
+    @cached_property
+    def _calls_hide_the_future(self) -> bool:
+        """Whether stock's self-attention forbids the future in every call, by whatever mask.
+
+        Where that is decided by each call (``levelhead.Attention``, torch's modules), no site can
+        know it.
+        """
+        names = {site.name for site in self.sites if site.kind == "self"}
+        found = find_attention(self.stock, **self.options)
+        hidden: list[bool] = []
+        try:
+            with capture(
+                self.stock,
+                lambda call: hidden.append(_hides_the_future(call)),
+                sites=[site for site in found if site.name in names],
+            ):
+                run(self.stock, self.batch)
+        except ValueError:  # a call that cannot be seen proves nothing
+            return False
+        return bool(hidden) and all(hidden)
+
+
+def _hides_the_future(call: AttentionCall) -> bool:
+    visible = call.mask().visible()
+    if visible is None or call.query.shape[2] != call.key.shape[2]:
+        return False
+    whole = visible.expand(*visible.shape[:2], call.query.shape[2], call.key.shape[2])
+    return not bool(whole.triu(1).any())
 
 
 def distance(found: Any, expected: Any) -> tuple[float, torch.dtype]:

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from levelhead.bench import timing
 from levelhead.bench.timing import (
+    adjacent_times,
     compare_times,
     peak_extra_bytes,
     peak_extra_rss_bytes,
@@ -26,6 +28,31 @@ def test_ratios_are_medians_of_pairs_not_ratios_of_medians():
         "ratio_max": 3.0,
         "median_s": 3.0,
     }
+
+
+def test_every_call_runs_right_beside_the_baseline_and_rounds_turn_back():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    pairs = adjacent_times(lambda: order.append("-"), calls, 2)
+    assert "".join(order) == "-ab-c-cb-a-"
+    assert {name: len(found) for name, found in pairs.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_call_is_compared_with_the_nearest_baseline(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(timing, "_seconds", lambda call: call(next(clock)))
+    pairs = adjacent_times(lambda now: now, {n: lambda now: now for n in "abc"}, 1)
+    assert pairs == {"a": [(0, 1)], "b": [(3, 2)], "c": [(3, 4)]}
+
+
+def test_rounds_go_on_until_the_time_is_spent(monkeypatch):
+    monkeypatch.setattr(timing.time, "perf_counter", iter(range(100)).__next__)
+    pairs = adjacent_times(int, {"a": int}, 1, min_seconds=20)
+    assert len(pairs["a"]) == 4  # five readings of the clock a round, and three before
+    with pytest.raises(ValueError, match="repeats must be at least 1, got repeats=0"):
+        adjacent_times(int, {"a": int}, 0)
+    with pytest.raises(ValueError, match="calls must name at least one callable"):
+        adjacent_times(int, {}, 1)
 
 
 def test_bad_requests_are_refused():

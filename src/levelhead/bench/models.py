@@ -4,19 +4,21 @@ import argparse
 import copy
 import gc
 import json
+import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
-from levelhead.convert import convert
+from levelhead.bench.model_cases import CASES, LARGE, LARGE_TINY, TINY, UNFUSED, Case
+from levelhead.bench.timing import adjacent_times, peak_extra_bytes
+from levelhead.convert import convert, restore
 from levelhead.shapes import require_known
 
 THROUGHPUT_BARS = {
@@ -30,62 +32,7 @@ CONVERT_BAR_S = 2.0
 """Longest conversion of a ViT-L/16."""
 UNFUSED_BAR = 1.0
 """Least throughput where timm does not fuse its attention."""
-VOCAB = 50257
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and one batch.
-
-    Attributes:
-        build: Makes the model, random weights.
-        batch: Makes keyword arguments, or the one positional argument.
-        is_fused: Whether stock runs a fused attention.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[], dict[str, Tensor] | Tensor]
-    is_fused: bool = True
-
-
-def _timm(name: str, batch: int, **options: Any) -> Case:
-    def build() -> nn.Module:
-        import timm
-
-        return timm.create_model(name, **options)
-
-    size = options.get("img_size", 224)
-    return Case(build, lambda: torch.randn(batch, 3, size, size), not name.startswith(UNFUSED))
-
-
-UNFUSED = ("swin", "xcit")
-
-
-def _gpt2(num_tokens: int, **options: Any) -> Case:
-    def build() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
-        return GPT2LMHeadModel(config)
-
-    vocab = options.get("vocab_size", VOCAB)
-    return Case(build, lambda: {"input_ids": torch.randint(vocab, (1, num_tokens))})
-
-
-CASES: dict[str, Case] = {
-    "vit_b": _timm("vit_base_patch16_224", 8),
-    "gpt2": _gpt2(512),
-    "swin": _timm("swin_tiny_patch4_window7_224", 8),
-    "xcit": _timm("xcit_small_12_p16_224", 8),
-}
-TINY: dict[str, Case] = {
-    "vit_b": _timm("vit_tiny_patch16_224", 2, img_size=32, depth=2),
-    "gpt2": _gpt2(16, n_layer=2, n_embd=48, n_head=3, vocab_size=101),
-    "swin": _timm("swin_tiny_patch4_window7_224", 1, img_size=56, depths=(1, 1), embed_dim=24),
-    "xcit": _timm("xcit_nano_12_p16_224", 1, img_size=32, depth=2),
-}
-"""The same architectures, small enough to see whether everything runs."""
-LARGE, LARGE_TINY = "vit_large_patch16_224", "vit_tiny_patch16_224"
+NUM_CONVERSIONS = 3
 
 
 def training_step(model: nn.Module, batch: dict[str, Tensor] | Tensor) -> Callable[[], None]:
@@ -99,50 +46,63 @@ def training_step(model: nn.Module, batch: dict[str, Tensor] | Tensor) -> Callab
     return step
 
 
+def shared_copy(model: nn.Module) -> nn.Module:
+    """Copy a model, but not its parameters and buffers: both hold the same tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
 def measure_model(
-    stock: nn.Module, variants: list[str], case: Case, repeats: int
+    stock: nn.Module, variants: list[str], case: Case, repeats: int, seconds: float
 ) -> dict[str, dict[str, Any]]:
-    """Compare converted copies with stock: every round steps each of them once.
+    """Compare converted copies with stock, whose weights they share, step beside step.
 
     Args:
         stock: The model as its library made it, in training mode.
         variants: What to convert to.
         case: For the batch.
-        repeats: Timed rounds.
+        repeats: Least timed rounds.
+        seconds: Least time spent on them.
 
     Returns:
         For each variant ``throughput``: converted over stock, median of the rounds, with its
-        range; ``memory``: parameters and peak of a step, converted over stock; or ``refused``
-        with the reason.
+        range and their number; ``memory``: parameters and peak of a step, converted over stock;
+        or ``refused`` with the reason.
     """
-    models, rows, batch = {"stock": stock}, {}, case.batch()
+    models, rows = {}, {}
     for variant in variants:
-        converted = copy.deepcopy(stock)
+        converted = shared_copy(stock)
         try:
             convert(converted, variant, start="paper")
             models[variant] = converted
         except ValueError as refusal:
             rows[variant] = {"refused": str(refusal)}
-    steps = {name: training_step(model, batch) for name, model in models.items()}
-    times = compare_times(steps, repeats)
-    peaks = {
-        name: peak_extra_bytes(step) + _parameter_bytes(models[name])
-        for name, step in steps.items()
-    }
-    for variant in models.keys() - {"stock"}:
-        row = ratios({name: times[name] for name in ("stock", variant)}, variant)["stock"]
-        rows[variant] = {
-            "throughput": row["ratio"],
-            "throughput_min": row["ratio_min"],
-            "throughput_max": row["ratio_max"],
-            "stock_s": row["median_s"],
-            "memory": peaks[variant] / peaks["stock"],
-        }
+    batch = case.batch()
+    steps = {variant: training_step(model, batch) for variant, model in models.items()}
+    stock_step = training_step(stock, batch)
+    # The passes that count bytes are the warm-up of those that are timed.
+    stock_peak = _peak_bytes(stock, stock_step)
+    memory = {v: _peak_bytes(models[v], step) / stock_peak for v, step in steps.items()}
+    pairs = adjacent_times(stock_step, steps, repeats, seconds) if steps else {}
+    rows |= {variant: _row(pairs[variant]) | {"memory": memory[variant]} for variant in models}
     return {variant: rows[variant] for variant in variants}
 
 
-def _parameter_bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+def _row(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+    throughput = [stock_s / own_s for stock_s, own_s in pairs]
+    return {
+        "throughput": statistics.median(throughput),
+        "throughput_min": min(throughput),
+        "throughput_max": max(throughput),
+        "rounds": len(pairs),
+        "stock_s": statistics.median(stock_s for stock_s, _ in pairs),
+    }
+
+
+def _peak_bytes(model: nn.Module, step: Callable[[], None]) -> int:
+    model.zero_grad(set_to_none=True)
+    held = {id(t): t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()]}
+    return peak_extra_bytes(step) + sum(held.values())
 
 
 def measure_conversion(name: str, variants: list[str], repeats: int) -> dict[str, float]:
@@ -151,58 +111,97 @@ def measure_conversion(name: str, variants: list[str], repeats: int) -> dict[str
     Args:
         name: A timm model.
         variants: What to convert to.
-        repeats: Fresh copies for each.
+        repeats: Conversions to each.
 
     Returns:
         Median seconds for each variant.
     """
     import timm
 
-    stock = timm.create_model(name)
+    model = timm.create_model(name)
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for variant in variants * repeats:
-        model = copy.deepcopy(stock)
         start = time.perf_counter()
         convert(model, variant)
         seconds[variant].append(time.perf_counter() - start)
-        del model
+        restore(model)
     return {variant: statistics.median(values) for variant, values in seconds.items()}
 
 
-def run(
-    models: list[str], variants: list[str], repeats: int, is_tiny: bool = False
-) -> dict[str, Any]:
-    """Run the whole benchmark.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What makes two records comparable."""
+
+    variants: list[str]
+    """What to convert to."""
+    repeats: int
+    """Least timed rounds of a model."""
+    seconds: float
+    """Least time spent on them."""
+    is_tiny: bool = False
+    """Whether the models are small: to see that everything runs, not how fast."""
+
+    def record(self) -> dict[str, Any]:
+        """Return an empty record, the machine included."""
+        return {
+            "benchmark": "models",
+            "torch": str(torch.__version__),
+            "threads": torch.get_num_threads(),
+            "device": platform.processor(),
+            "machine": platform.machine(),
+            **asdict(self),
+        }
+
+
+def run(models: list[str], settings: Settings, out: Path | None = None) -> dict[str, Any]:
+    """Run the whole benchmark, or what an interrupted one has left.
 
     Args:
-        models: Names in ``CASES``.
-        variants: Variant strings.
-        repeats: Timed rounds.
-        is_tiny: Take small models: to see that everything runs, not how fast.
+        models: Names of ``model_cases.CASES``.
+        settings: How.
+        out: Where to keep the record after each model; one of the same settings that is already
+            there is gone on with.
 
     Returns:
-        One JSON-able record, the machine included.
+        One JSON-able record.
     """
-    cases = TINY if is_tiny else CASES
-    found: dict[str, dict[str, Any]] = {}
+    cases = TINY if settings.is_tiny else CASES
+    record = _kept(settings.record(), out)
+    found = record.setdefault("models", {})
     for name in models:
         require_known("model", name, cases)
+        if name in found:
+            continue
         torch.manual_seed(0)
+        load = round(os.getloadavg()[0], 2)
         stock = cases[name].build().train()
-        found[name] = measure_model(stock, variants, cases[name], repeats)
+        rows = measure_model(
+            stock, settings.variants, cases[name], settings.repeats, settings.seconds
+        )
+        found[name] = {"load_before": load, "rows": rows}
         del stock
         gc.collect()
-    return {
-        "benchmark": "models",
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "device": platform.processor(),
-        "machine": platform.machine(),
-        "repeats": repeats,
-        "is_tiny": is_tiny,
-        "models": found,
-        "conversion_s": measure_conversion(LARGE_TINY if is_tiny else LARGE, variants, 3),
-    }
+        _keep(record, out)
+    if "conversion_s" not in record:
+        large = LARGE_TINY if settings.is_tiny else LARGE
+        record["conversion_s"] = measure_conversion(large, settings.variants, NUM_CONVERSIONS)
+        _keep(record, out)
+    return record
+
+
+def _kept(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    if out is None or not out.exists():
+        return fresh
+    before = json.loads(out.read_text())
+    same = all(before.get(name) == value for name, value in fresh.items())
+    return before if same else fresh
+
+
+def _keep(record: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        temporary = out.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=2) + "\n")
+        temporary.replace(out)
 
 
 def bar(model: str, variant: str) -> float | None:
@@ -221,8 +220,8 @@ def table(record: dict[str, Any]) -> str:
     """Return the record as text: a line per model and variant, with what was asked of it."""
     lines = [f"training step, converted over stock, {record['threads']} threads"]
     lines.append(f"{'model':8s} {'variant':16s} throughput (range)         bar  memory")
-    for model, rows in record["models"].items():
-        for variant, row in rows.items():
+    for model, measured in record["models"].items():
+        for variant, row in measured["rows"].items():
             if "refused" in row:
                 lines.append(f"{model:8s} {variant:16s} refused: {row['refused']:.60}")
                 continue
@@ -231,11 +230,20 @@ def table(record: dict[str, Any]) -> str:
             spread = f"({row['throughput_min']:.2f} .. {row['throughput_max']:.2f})"
             lines.append(
                 f"{model:8s} {variant:16s} {row['throughput']:5.3f} {spread:18s}"
-                f" {wanted:>4s}   {row['memory']:.3f}"
+                f" {wanted:>4s}   {row['memory']:.3f}{_below(row, least)}"
             )
     lines.append(f"conversion of a ViT-L, at most {CONVERT_BAR_S} s:")
     lines += [f"  {name:24s} {value:.2f} s" for name, value in record["conversion_s"].items()]
     return "\n".join(lines)
+
+
+def _below(row: dict[str, Any], least: float | None) -> str:
+    missed = {
+        "throughput": least is not None and row["throughput"] < least,
+        "memory": row["memory"] > MEMORY_BAR,
+    }
+    words = [name for name, is_missed in missed.items() if is_missed]
+    return f"   misses: {', '.join(words)}" if words else ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -249,17 +257,21 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="levelhead bench models", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--variants", nargs="+", default=["softmax", *THROUGHPUT_BARS])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--variants", nargs="+", default=list(THROUGHPUT_BARS))
+    parser.add_argument("--repeats", type=int, default=3, help="least timed rounds")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="least time spent on the rounds of a model"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="keep the record here as JSON, and go on with one that is there"
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
-    record = run(chosen.models, chosen.variants, chosen.repeats, chosen.tiny)
-    text = json.dumps(record, indent=2)
-    print(text if chosen.json else table(record))
-    if chosen.out is not None:
-        temporary = chosen.out.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(chosen.out)
+    settings = Settings(
+        variants=chosen.variants, repeats=chosen.repeats, seconds=chosen.seconds,
+        is_tiny=chosen.tiny,
+    )  # fmt: skip
+    record = run(chosen.models, settings, chosen.out)
+    print(json.dumps(record, indent=2) if chosen.json else table(record))
     return 0

@@ -52,6 +52,47 @@ def compare_times(
     return times
 
 
+def adjacent_times(
+    baseline: Callable[[], object],
+    calls: Mapping[str, Callable[[], object]],
+    repeats: int,
+    min_seconds: float = 0.0,
+) -> dict[str, list[tuple[float, float]]]:
+    """Time calls so long that the machine changes meanwhile: each right beside the baseline.
+
+        baseline a b baseline c d baseline d c baseline b a baseline ...
+
+    Two calls run between two runs of the baseline, one compared with that before it, one with
+    that after it, and the next round goes backwards. Nothing is warmed up.
+
+    Args:
+        baseline: What all are compared with.
+        calls: Name to callable without arguments.
+        repeats: Rounds, at least 1.
+        min_seconds: Rounds go on for at least so long.
+
+    Returns:
+        For each name, in the order of the rounds, seconds of the baseline and of the call.
+
+    Raises:
+        ValueError: No call, or ``repeats`` below 1.
+    """
+    require(len(calls) > 0, "calls must name at least one callable", "an empty mapping")
+    require(repeats >= 1, "repeats must be at least 1", f"repeats={repeats}")
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    names, rounds, begun = list(calls), 0, time.perf_counter()
+    before = _seconds(baseline)
+    while rounds < repeats or time.perf_counter() - begun < min_seconds:
+        for start in range(0, len(names), 2):
+            own = {name: _seconds(calls[name]) for name in names[start : start + 2]}
+            after = _seconds(baseline)
+            for name, beside in zip(own, (before, after), strict=False):
+                pairs[name].append((beside, own[name]))
+            before = after
+        names, rounds = names[::-1], rounds + 1
+    return pairs
+
+
 def ratios(times: Mapping[str, list[float]], baseline: str) -> dict[str, dict[str, float]]:
     """Compare every call with one of them, round by round.
 

@@ -152,6 +152,19 @@ def test_compile_fullgraph_gives_the_same_and_does_not_recompile_per_length(vari
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("variant", ["sink", "off_by_one", "quest + sink", "soft_cap(cap=2.0)"])
+def test_compile_fullgraph_takes_one_tensor_as_query_key_and_value(variant):
+    inner = lh.InnerAttention(variant, embed_dim=E, num_heads=H)
+    plain, compiled = (torch.randn(2, H, 7, E // H, requires_grad=True) for _ in range(2))
+    compiled.data.copy_(plain.data)
+    inner(plain, plain, plain, is_causal=True).sum().backward()
+    call = torch.compile(lambda x: inner(x, x, x, is_causal=True), backend="aot_eager",
+                         fullgraph=True)  # fmt: skip
+    call(compiled).sum().backward()
+    torch.testing.assert_close(compiled.grad, plain.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.compile
 def test_compile_with_masks_and_a_cache_stays_one_graph():
     layer = layer_of("affine + sink + gate").eval()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -85,7 +85,9 @@ def sink_attention(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         zeros = torch.zeros((), dtype=query.dtype, device=query.device)
         attn_mask = torch.where(attn_mask, zeros, -torch.inf)
-    return SinkAttention.apply(query, key, value, sink_score, attn_mask, is_causal, scale, kernel)  # pyright: ignore[reportReturnType]
+    # Views, because one tensor may be all three, which Dynamo refuses in an autograd function.
+    rows = (query, key.view_as(key), value.view_as(value))
+    return SinkAttention.apply(*rows, sink_score, attn_mask, is_causal, scale, kernel)  # pyright: ignore[reportReturnType]
 
 
 def extra_key_attention(

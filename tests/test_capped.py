@@ -108,6 +108,23 @@ def test_a_gradient_with_a_graph_is_the_gradient_where_inputs_depend_on_each_oth
         torch.testing.assert_close(found, expected)
 
 
+def test_second_derivatives_of_parameters_lent_to_one_call_are_those_of_its_own():
+    inner = lh.InnerAttention(
+        "soft_cap(cap=1.3) + sink", embed_dim=H * D, num_heads=H, dtype=torch.float64
+    )
+    rows = tuple(draw(B, H, T, D) for _ in range(3))
+
+    def mixed(parameters, output):
+        loss = output.square().sum()
+        (first,) = torch.autograd.grad(loss, parameters, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [*parameters, *rows])
+
+    lent = inner.normaliser.score.detach().clone().requires_grad_()
+    output = torch.func.functional_call(inner, {"normaliser.score": lent}, rows)
+    found = mixed([lent], output)
+    torch.testing.assert_close(found, mixed([inner.normaliser.score], inner(*rows)))
+
+
 def test_many_gradients_at_once_are_those_one_by_one():
     inner = lh.InnerAttention("soft_cap(cap=1.3)", embed_dim=10, num_heads=2, dtype=torch.float64)
     inputs = tuple(draw(1, 2, 3, D) for _ in range(3))

@@ -159,7 +159,7 @@ class CappedAttention(torch.autograd.Function):
 
     ``apply(query, key, value, sink_score or None, mask, scale, cap, plain)``: keys and values
     have the heads of the query, the mask's tensors get no gradient, and ``plain(query, key,
-    value)`` is the same by public operators, for second derivatives.
+    value, sink_score)`` is the same by public operators, for second derivatives.
     """
 
     @staticmethod
@@ -193,10 +193,10 @@ def _plain_gradients(plain, query, key, value, sink_score, grad) -> list[Tensor 
     has_graph = torch.is_grad_enabled()
     with torch.enable_grad(), without_autocast("cpu"):
         # Views, for one may be made of another, or be the same: no gradient shall count twice.
-        rows = [t.view_as(t) for t in (query, key, value)]
-        inputs = [t if t is not None and t.requires_grad else None for t in (*rows, sink_score)]
+        given = [t if t is None else t.view_as(t) for t in (query, key, value, sink_score)]
+        inputs = [t if t is not None and t.requires_grad else None for t in given]
         learning = [t for t in inputs if t is not None]
-        found = iter(torch.autograd.grad(plain(*rows), learning, grad, create_graph=has_graph))
+        found = iter(torch.autograd.grad(plain(*given), learning, grad, create_graph=has_graph))
     return [None if t is None else next(found) for t in inputs]
 
 

@@ -311,20 +311,21 @@ class InnerAttention(nn.Module):
             return self.normaliser.fused(query, key, value, call.mask, call.scale, call.dropout_p)
         key, value = (repeat_heads(rows, query.shape[1]) for rows in (key, value))
 
-        def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        extra_score = self.normaliser.extra_score(query)
+
+        def plain(query: Tensor, key: Tensor, value: Tensor, extra_score: Tensor | None) -> Tensor:
             def block(query: Tensor, start: int, stop: int) -> Tensor:
                 mask = call.mask.rows(start, stop)
                 seen = slice(0, mask.num_keys)
-                weights = plain_weights(self, query, key[:, :, seen], mask, call)
+                weights = plain_weights(self, query, key[:, :, seen], extra_score, mask, call)
                 return weights @ value[:, :, seen]
 
             return map_query_blocks(block, query)
 
         if not fits_capped_attention(query, call.mask, call.dropout_p, self.cap.soft_cap):
-            return plain(query, key, value)
+            return plain(query, key, value, extra_score)
         return CappedAttention.apply(  # pyright: ignore[reportReturnType]
-            query, key, value, self.normaliser.extra_score(query), call.mask, call.scale,
-            self.cap.soft_cap, plain,
+            query, key, value, extra_score, call.mask, call.scale, self.cap.soft_cap, plain
         )  # fmt: skip
 
 

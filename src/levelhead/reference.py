@@ -131,7 +131,8 @@ def attend_plainly(
     Returns:
         The output and the weights.
     """
-    attn_weights = plain_weights(inner, query, key, call.mask, call)
+    extra_score = inner.normaliser.extra_score(query)
+    attn_weights = plain_weights(inner, query, key, extra_score, call.mask, call)
     if inner.weights is not None:
         coefficients = inner.weights.coefficients(hidden_states, call.token_mask)
         attn_weights = inner.weights.plain(attn_weights, call.mask, *coefficients)
@@ -142,7 +143,12 @@ def attend_plainly(
 
 
 def plain_weights(
-    inner: Any, query: Tensor, key: Tensor, mask: AttentionMask, call: Call
+    inner: Any,
+    query: Tensor,
+    key: Tensor,
+    extra_score: Float[Tensor, " H"] | None,
+    mask: AttentionMask,
+    call: Call,
 ) -> Float[Tensor, "B H T S"]:
     """Return the normalised weights, dropout included, before the weights stage.
 
@@ -150,6 +156,7 @@ def plain_weights(
         inner: The inner attention.
         query: Queries (all, or a block of them).
         key: Keys.
+        extra_score: Score of a key without a value, per head.
         mask: What these queries may attend to.
         call: The checked call.
 
@@ -161,7 +168,7 @@ def plain_weights(
         scores = plain_scores(query.to(compute_dtype), key.to(compute_dtype), call.scale)
     if inner.cap is not None:
         scores = inner.cap.cap(scores)
-    attn_weights = inner.normaliser.plain(mask.apply(scores))
+    attn_weights = inner.normaliser.plain(mask.apply(scores), extra_score)
     if call.dropout_p > 0:
         attn_weights = torch.nn.functional.dropout(attn_weights, call.dropout_p)
     return attn_weights.to(query.dtype)

@@ -38,8 +38,11 @@ class Softmax(Part):
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
 
-    def plain(self, scores: Tensor) -> Tensor:
-        """Return the weights of masked scores; a row without any allowed key gives zeros."""
+    def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
+        """Return the weights of masked scores; a row without any allowed key gives zeros.
+
+        ``extra_score`` is what the method of this name returned.
+        """
         compute_dtype = at_least_float32(scores.dtype)
         empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
         weights = scores.masked_fill(empty, 0.0).softmax(dim=-1, dtype=compute_dtype)
@@ -74,9 +77,10 @@ class OffByOne(Softmax):
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
 
-    def plain(self, scores: Tensor) -> Tensor:
+    def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
+        assert extra_score is not None
         compute_dtype = at_least_float32(scores.dtype)
-        sink = self.sink_score(scores).to(compute_dtype).view(1, -1, 1, 1)
+        sink = extra_score.to(compute_dtype).view(1, -1, 1, 1)
         with_sink = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], dim=-1)
         return with_sink.softmax(dim=-1, dtype=compute_dtype)[..., :-1].to(scores.dtype)
 

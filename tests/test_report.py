@@ -21,7 +21,8 @@ from levelhead.diagnosis import Diagnosis, Finding
 from levelhead.measure.spikes import running_spikes
 from levelhead.report import render_diagnosis, render_run
 from levelhead.report_curves import banded
-from levelhead.report_diagnosis import diagnosis_page, flat_meta, short_names
+from levelhead.report_diagnosis import diagnosis_page, flat_meta
+from levelhead.report_layers import lay_out_layers, short_names
 from levelhead.report_metrics import FAMILIES, QUANTITIES, quantity_of, split_statistic
 from levelhead.report_render import script_json, short_number
 from reporting import HOSTILE, LAYER_METRICS, METRICS, made_up_diagnosis, real_run
@@ -292,7 +293,7 @@ def test_layers_may_differ_in_heads():
 def test_a_number_that_is_the_same_everywhere_needs_no_chart(page):
     titles = [figure["title"] for figure in page.data["figures"]]
     assert not [title for title in titles if "num_keys" in title]
-    assert "The same everywhere" in page.text
+    assert "7 everywhere" in page.text
 
 
 def test_script_json_is_strict_and_holds_no_markup():
@@ -318,6 +319,101 @@ def test_short_names_keep_what_differs():
 def test_flat_meta_nests_names_and_sums_up_what_repeats():
     meta = {"a": {"b": 1, "c": {"d": [1, 2]}}, "scale": {"x": 0.5, "y": 0.5}, "none": None}
     assert flat_meta(meta) == [("a / b", "1"), ("a / c / d", "1, 2"), ("scale", "0.5 (all 2)")]
+    tasks = {"tasks": [{"data": "digits", "model": {"num_heads": 3, "width": 12}}]}
+    assert flat_meta(tasks) == [
+        ("tasks / data", "digits"), ("tasks / model", "num heads 3, width 12"),
+    ]  # fmt: skip
+    assert flat_meta({"tasks": [{"a": 1}, {"a": 2}]}) == [
+        ("tasks 1 / a", "1"),
+        ("tasks 2 / a", "2"),
+    ]
+
+
+WHISPER = [
+    f"model.{side}.layers.{n}.{kind}"
+    for side, kinds in (("encoder", ["self_attn"]), ("decoder", ["self_attn", "encoder_attn"]))
+    for n in range(3)
+    for kind in kinds
+]
+
+
+def test_layers_of_a_kind_stand_together_under_a_heading():
+    laid_out = lay_out_layers(WHISPER, range(len(WHISPER)))
+    assert laid_out["kinds"] == [
+        {"title": "encoder self_attn", "layers": [0, 1, 2]},
+        {"title": "decoder self_attn", "layers": [3, 5, 7]},
+        {"title": "decoder encoder_attn", "layers": [4, 6, 8]},
+    ]
+    assert [layer["name"] for layer in laid_out["layers"]] == WHISPER
+    assert [layer["label"] for layer in laid_out["layers"]] == list("012001122")
+
+
+@pytest.mark.parametrize(
+    ("names", "labels"),
+    [
+        (["h.0.attn", "h.1.attn", "h.2.attn"], ["0", "1", "2"]),  # one kind
+        (["s.0.b.0.a", "s.0.b.1.a", "s.1.b.0.a"], ["0.0", "0.1", "1.0"]),
+        (["down", "mid", "up.0", "up.1"], ["down", "mid", "up.0", "up.1"]),  # a kind of one layer
+        (["attn"], ["attn"]),
+        ([], []),
+    ],
+)
+def test_layers_without_a_few_kinds_have_no_heading(names, labels):
+    laid_out = lay_out_layers(names, range(len(names)))
+    assert laid_out["kinds"] == [{"title": "", "layers": list(range(len(names)))}]
+    assert [layer["label"] for layer in laid_out["layers"]] == labels
+
+
+def test_every_layer_is_shown_once(page):
+    heads = page.data["heads"]
+    shown = [layer for kind in heads["kinds"] for layer in kind["layers"]]
+    assert sorted(shown) == list(range(len(heads["layers"])))
+
+
+def finding_at(layer, head, value, meaning="the head looks at one key"):
+    return Finding(
+        "saturated_softmax", "warning", f"blocks.{layer}.attn", head, "entropy_nats_q50", value,
+        0.1, "a paper", meaning, "convert it", 1,
+    )  # fmt: skip
+
+
+def test_the_same_finding_at_several_layers_is_one_card_with_all_numbers():
+    findings = [finding_at(0, 1, 0.02), finding_at(1, 3, 0.0437), finding_at(2, 0, 0.01, "other")]
+    laid_out = diagnosis_page(made_up_diagnosis(findings=findings))
+    first, second = laid_out["findings"]
+    assert (first["where"], first["value"]) == ("blocks.0.attn, head 1", 0.02)
+    assert [(o["where"], o["value"]) for o in first["others"]] == [
+        ("blocks.1.attn, head 3", 0.0437),
+    ]  # fmt: skip
+    assert (second["where"], second["others"]) == ("blocks.2.attn, head 0", [])
+    page = Page(render_diagnosis(made_up_diagnosis(findings=findings)))
+    assert "Also at 1 other place:" in page.text
+    assert "0.0437" in page.text
+    assert dict(laid_out["tiles"])["warnings"] == "3"
+
+
+def test_the_page_opens_at_the_head_of_the_first_finding(page):
+    figure = next(f for f in page.data["figures"] if f["kind"] == "heads")
+    assert (figure["first"], figure["start"]) == ("entropy_nats_q50", [1, 2])
+    healthy = Page(render_diagnosis(made_up_diagnosis(findings=[])))
+    figure = next(f for f in healthy.data["figures"] if f["kind"] == "heads")
+    assert figure["start"] is None
+
+
+def test_the_same_numbers_are_drawn_once():
+    diagnosis = made_up_diagnosis()
+    again = [
+        type(record)(**{**vars(record), "metric": "sink_mass_mean"})
+        for record in diagnosis.records if record.metric == "score_max_max"
+    ]  # fmt: skip
+    first = [type(r)(**{**vars(r), "metric": "first_token_mass_mean"}) for r in again]
+    changed = [*first[:-1], type(first[-1])(**{**vars(first[-1]), "value": 0.123})]
+    for records, drawn in ((first, 1), (changed, 2)):
+        page = Page(render_diagnosis(made_up_diagnosis(records=[*diagnosis.records, *again,
+                                                                *records])))  # fmt: skip
+        titles = [f["title"] for f in page.data["figures"] if f["kind"] == "depth"]
+        assert len({"Sink mass", "First-token mass"} & set(titles)) == drawn
+        assert ("the same numbers as Sink mass" in page.text) == (drawn == 1)
 
 
 def falling_curve(seed=0):

@@ -6,6 +6,7 @@ from typing import Any
 
 from levelhead.measure.spikes import running_spikes
 from levelhead.report_curves import SPIKE_EQUATION, SPIKE_WORDS, banded, lines_figure
+from levelhead.report_depth import section
 from levelhead.report_diagnosis import flat_meta
 from levelhead.report_monitor import monitor_section
 
@@ -28,6 +29,7 @@ COST_WORDS = (
     "steps once, all in one process, so that a slow moment hits all alike. Bar: smallest and "
     "largest round."
 )
+_UNITS = {"nats": "nats", "bits": "bits", "pct": "%", "frac": "share", "ms": "ms"}
 _TABLE = (
     ("variant", "variant"), ("init", "init"), ("mean", "mean"), ("std", "std over seeds"),
     ("n", "n"), ("shown", "shown"), ("learning_rate", "learning rate"),
@@ -62,7 +64,6 @@ def run_page(run: Mapping[str, Any]) -> dict[str, Any]:
     if run.get("monitor"):
         sections.append(monitor_section(run["monitor"]))
     sections.append(_cells_section(run["cells"]))
-    readings = [(task["task"], _judged(task), task["reading"]) for task in summed_up.values()]
     unfinished = sorted(set(by_task) - set(summed_up))
     return {
         "kind": "comparison",
@@ -77,7 +78,6 @@ def run_page(run: Mapping[str, Any]) -> dict[str, Any]:
             "`levelhead compare` command goes on where it stopped."
             for task in unfinished
         ],
-        "readings": readings,
         "sections": sections,
         "meta": [("folder", run["path"]), *flat_meta(run["config"])],
         "figures": {
@@ -149,8 +149,10 @@ def _task_section(
         figures += [_cost_figure(f"costs-{number}", summary)]
         figures += [_rows_table(f"rows-{number}", summary)]
         figures += _rates_tables(f"rates-{number}", summary)
-    return {"id": f"task-{number}", "title": task, "nav": task, "intro": intro, "figures": figures,
-            "constants": []}  # fmt: skip
+    laid_out = section(f"task-{number}", task, intro, figures)
+    if summary is not None:
+        laid_out |= {"judged": _judged(summary), "reading": summary["reading"]}
+    return laid_out
 
 
 def _reported(
@@ -231,12 +233,19 @@ def _curve_figures(
     ]  # fmt: skip
     metrics = [key for cell in cells for point in cell.get("evaluations", []) for key in point]
     for key in dict.fromkeys(key for key in metrics if key != "step"):
-        title = f"Test {key.replace('_', ' ')}"
+        title = f"Test {_with_unit(key)}"
         if summary is not None and key == summary["metric"]:
             title = f"Test {summary['label']}"
         series = [_evaluation_series(label, group, key) for label, group in groups.items()]
         figures.append(lines_figure(f"{key}-{number}", title, series, [BAND_WORDS]))
     return figures
+
+
+def _with_unit(key: str) -> str:
+    """``loss_nats`` as ``loss (nats)``."""
+    quantity, _, unit = key.rpartition("_")
+    is_unit = bool(quantity) and unit in _UNITS
+    return f"{quantity} ({_UNITS[unit]})".replace("_", " ") if is_unit else key.replace("_", " ")
 
 
 def _loss_series(label: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
@@ -345,8 +354,7 @@ def _cells_section(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     ]  # fmt: skip
     figure = _table("cells", "Every training", columns, rows)
     intro = "One row for each training; sort by a heading, or take the CSV."
-    return {"id": "tables", "title": "Every training", "nav": "Table", "intro": intro,
-            "figures": [figure], "constants": []}  # fmt: skip
+    return section("tables", "Every training", intro, [figure])
 
 
 def _table(name: str, title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:

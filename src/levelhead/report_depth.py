@@ -36,12 +36,17 @@ def depth_sections(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 groups.setdefault(_group(metric), []).append(metric)
         figures = [_figure(family, name, own) for name, own in groups.items()]
         laid_out = section(f"depth-{family}", f"{heading} over depth", "", [])
-        laid_out["figures"] = [figure for figure in figures if figure["constant"] is None]
+        twins = _twins(figures, {metric["name"]: metric for metric in metrics})
+        laid_out["figures"] = [
+            figure
+            for figure in figures
+            if figure["constant"] is None and figure["title"] not in twins
+        ]
         laid_out["constants"] = [
-            (figure["title"], short_number(figure["constant"]), figure["details"])
+            (figure["title"], f"{short_number(figure['constant'])} everywhere", figure["details"])
             for figure in figures
             if figure["constant"] is not None
-        ]
+        ] + [(title, f"the same numbers as {first}", []) for title, first in twins.items()]
         laid_out["nav"] = heading
         sections.append(laid_out)
     return sections
@@ -79,6 +84,22 @@ def _figure(family: str, name: str, metrics: list[dict[str, Any]]) -> dict[str, 
         "series": series,
         "constant": _constant(metrics),
     }
+
+
+def _twins(figures: list[dict[str, Any]], metrics: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Titles of figures that would show an earlier figure's numbers again, with its title."""
+    first: dict[str, str] = {}
+    twins = {}
+    for figure in figures:
+        shown = [metrics[s[part]] for s in figure["series"] for part in ("middle", "low", "high")
+                 if s[part]]  # fmt: skip
+        numbers = repr([(metric["values"], metric["whole"]) for metric in shown])
+        if (
+            figure["constant"] is None
+            and first.setdefault(numbers, figure["title"]) != (figure["title"])
+        ):
+            twins[figure["title"]] = first[numbers]
+    return twins
 
 
 def _heading(quantity: Quantity) -> str:
@@ -194,4 +215,4 @@ def section(name: str, title: str, intro: str, figures: list[Any]) -> dict[str, 
         The section.
     """
     return {"id": name, "title": title, "nav": title, "intro": intro, "figures": figures,
-            "constants": []}  # fmt: skip
+            "constants": [], "judged": [], "reading": []}  # fmt: skip

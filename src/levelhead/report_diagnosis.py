@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 from levelhead.report_curves import curve_figure
 from levelhead.report_depth import depth_sections, section
+from levelhead.report_layers import lay_out_layers
 from levelhead.report_metrics import FAMILIES, Quantity, quantity_of, split_statistic
 
 WHOLE_LAYER = -1  # the head of a number that belongs to a whole layer
 _SEVERITIES = ("severe", "warning", "note")
+_URGENT = ("severe", "warning")
 _FIRST_LOOK = ("entropy_nats_q50", "entropy_nats_mean", "p_max_q50", "p_max_mean")
 
 
@@ -37,7 +39,8 @@ def diagnosis_page(diagnosis: Diagnosed) -> dict[str, Any]:
     Returns:
         What ``report_render.render_page`` draws.
     """
-    layers = _layers(diagnosis)
+    laid_out = _layers(diagnosis)
+    layers = laid_out["layers"]
     metrics = _metrics([record for record in diagnosis.records if record.layer], layers)
     of_model = [
         (record.metric, float(record.value), record.convention)
@@ -45,7 +48,7 @@ def diagnosis_page(diagnosis: Diagnosed) -> dict[str, Any]:
         if not record.layer
     ]
     heads = {
-        "layers": layers,
+        **laid_out,
         "num_heads": max((len(m["values"][0]) for m in metrics if m["values"]), default=0),
         "metrics": metrics,
         "findings": _marks(diagnosis.findings, layers),
@@ -67,9 +70,8 @@ def diagnosis_page(diagnosis: Diagnosed) -> dict[str, Any]:
         "verdict": diagnosis.verdict,
         "severity": _worst(diagnosis.findings),
         "tiles": _tiles(diagnosis, heads),
-        "findings": [_finding(finding, layers) for finding in diagnosis.findings],
+        "findings": _cards(diagnosis.findings, layers),
         "not_measured": [str(reason) for reason in diagnosis.meta.get("not_measured") or []],
-        "readings": [],
         "sections": sections,
         "meta": flat_meta(diagnosis.meta, without=("not_measured",))
         + [
@@ -107,8 +109,15 @@ def flat_meta(
             and len(set(map(str, value.values()))) == 1
         ):
             lines.append((name, f"{next(iter(value.values()))} (all {len(value)})"))
+        elif isinstance(value, Mapping) and prefix and not any(map(_is_nested, value.values())):
+            text = ", ".join(f"{str(k).replace('_', ' ')} {v}" for k, v in value.items())
+            lines.append((name, text))
         elif isinstance(value, Mapping):
             lines += flat_meta(value, prefix=f"{name} / ")
+        elif isinstance(value, (list, tuple)) and all(isinstance(v, Mapping) for v in value):
+            for number, item in enumerate(value, 1):
+                which = f"{name} {number}" if len(value) > 1 else name
+                lines += flat_meta(item, prefix=f"{which} / ")
         elif isinstance(value, (list, tuple)):
             lines.append((name, ", ".join(map(str, value))))
         else:
@@ -116,31 +125,16 @@ def flat_meta(
     return lines
 
 
-def short_names(names: Sequence[str]) -> list[str]:
-    """Leave out what all names share, so that an axis has room for the rest.
-
-    Args:
-        names: Dotted module names, all different.
-
-    Returns:
-        For example ``["0", "1"]`` for ``["blocks.0.attn", "blocks.1.attn"]``.
-    """
-    parts = [name.split(".") for name in names]
-    if len(names) < 2 or len({len(part) for part in parts}) > 1:
-        return list(names)
-    differing = [place for place in range(len(parts[0])) if len({p[place] for p in parts}) > 1]
-    return [".".join(part[place] for place in differing) for part in parts]
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
-def _layers(diagnosis: Diagnosed) -> list[dict[str, Any]]:
+def _layers(diagnosis: Diagnosed) -> dict[str, Any]:
     positions = {r.layer: r.layer_idx for r in diagnosis.records if r.layer}
     names = sorted(positions, key=lambda name: positions[name])
     found = [finding.layer for finding in diagnosis.findings if finding.layer]
     names = list(dict.fromkeys([*names, *found]))
-    return [
-        {"name": name, "short": short, "idx": positions.get(name, place)}
-        for place, (name, short) in enumerate(zip(names, short_names(names), strict=True))
-    ]
+    return lay_out_layers(names, [positions.get(name, n) for n, name in enumerate(names)])
 
 
 def _metrics(records: Sequence[Any], layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -198,6 +192,8 @@ def _marks(findings: Sequence[Any], layers: list[dict[str, Any]]) -> list[dict[s
             "head": finding.head,
             "severity": finding.severity,
             "metric": finding.metric,
+            "value": float(finding.value),
+            "threshold": float(finding.threshold),
             "text": finding.meaning,
         }
         for finding in findings
@@ -205,22 +201,37 @@ def _marks(findings: Sequence[Any], layers: list[dict[str, Any]]) -> list[dict[s
     ]
 
 
-def _finding(finding: Any, layers: list[dict[str, Any]]) -> dict[str, Any]:
+def _cards(findings: Sequence[Any], layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One card for all places at which the same is wrong: the first in full, then the others."""
+    cards: dict[tuple[str, ...], dict[str, Any]] = {}
+    for finding in findings:
+        kind = str(getattr(finding, "kind", "")).replace("_", " ")
+        key = (finding.severity, kind, finding.metric, finding.meaning)
+        if key in cards:
+            cards[key]["others"].append(_place(finding, layers))
+            continue
+        cards[key] = _place(finding, layers) | {
+            "severity": finding.severity,
+            "kind": kind,
+            "threshold": float(finding.threshold),
+            "source": finding.source,
+            "meaning": finding.meaning,
+            "advice": finding.advice,
+            "others": [],
+        }
+    return list(cards.values())
+
+
+def _place(finding: Any, layers: list[dict[str, Any]]) -> dict[str, Any]:
     place = {layer["name"]: number for number, layer in enumerate(layers)}
     where = finding.layer or "the whole model"
     return {
-        "severity": finding.severity,
-        "kind": str(getattr(finding, "kind", "")).replace("_", " "),
         "where": where if finding.head == WHOLE_LAYER else f"{where}, head {finding.head}",
         "layer": place.get(finding.layer, -1),
         "head": finding.head,
         "num_heads": getattr(finding, "num_heads", 1),
         "metric": finding.metric,
         "value": float(finding.value),
-        "threshold": float(finding.threshold),
-        "source": finding.source,
-        "meaning": finding.meaning,
-        "advice": finding.advice,
     }
 
 
@@ -245,15 +256,24 @@ def _tiles(diagnosis: Diagnosed, heads: Mapping[str, Any]) -> list[tuple[str, st
 
 def _heads_section(heads: dict[str, Any], findings: Sequence[Any]) -> dict[str, Any]:
     by_head = [m["name"] for m in heads["metrics"] if m["values"]]
-    wanted = [f.metric for f in findings if f.severity == "severe" and f.head != WHOLE_LAYER]
+    told = [f for f in findings if f.severity in _URGENT and f.metric in by_head]
+    wanted = [f.metric for f in told]
     first = next((name for name in [*wanted, *_FIRST_LOOK, *by_head] if name in by_head), None)
-    figure = {"id": "heads", "kind": "heads", "title": "Every head at a glance",
-              "words": [], "first": first}  # fmt: skip
+    places = {layer["name"]: number for number, layer in enumerate(heads["layers"])}
+    figure = {"id": "heads", "kind": "heads", "title": "Every head at a glance", "words": [],
+              "first": first, "start": _start(told[:1], places)}  # fmt: skip
     intro = (
         "A row is a layer, a column is a head. Hover or move with the arrow keys for the number; "
         "click, tap or press Enter to see everything about a head."
     )
     return section("heads-map", "Layers and heads", intro, [figure] if first else [])
+
+
+def _start(told: Sequence[Any], places: Mapping[str, int]) -> list[int] | None:
+    """The head that the page opens with: that of the first finding."""
+    return next(
+        ([places[f.layer], f.head] for f in told if f.layer in places and f.head >= 0), None
+    )
 
 
 def _curves_section(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from levelhead.report_curves import curve_figure
+from levelhead.report_depth import section
 
 MONITOR = "monitor.jsonl"
 MAX = "max"
@@ -50,5 +51,4 @@ def monitor_section(curves: Curves) -> dict[str, Any]:
         for number, (metric, layers) in enumerate(curves.items())
     ]
     intro = "Measured while it trained; one line for each layer, its largest head."
-    return {"id": "monitor", "title": "Attention while training", "nav": "Attention",
-            "intro": intro, "figures": figures, "constants": []}  # fmt: skip
+    return section("monitor", "Attention while training", intro, figures)

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_a_cell_tells_its_number_and_opens_its_head(open_tab, diagnosis_path):
     assert page.locator(".head-panel .strip").count() > 30
     page.select_option("#metric", "jacobian_kappa")
     assert "\u03ba(J)" in page.get_attribute(cell(7, 3), "aria-label")
-    page.click(".head-panel .strip button >> nth=0")
+    page.click(".head-panel .strip button >> nth=1")  # after the one on the map
     assert page.input_value("#metric") == "theta_lower_q10"
     tab.assert_clean()
 
@@ -168,6 +169,99 @@ def test_a_finding_leads_to_its_head(open_tab, tmp_path):
     assert tab.page.input_value("#metric") == "entropy_nats_q50"
     assert tab.page.locator(".flag.severe").count() >= 1
     tab.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def kinds_path(tmp_path_factory):
+    """Layers of three kinds, as of an encoder and a decoder; the second finding is elsewhere."""
+    diagnosis = made_up_diagnosis(num_layers=9)
+    names = [f"{side}.layers.{n}.{kind}" for n in range(3)
+             for side, kind in (("enc", "self"), ("dec", "self"), ("dec", "cross"))]  # fmt: skip
+    renamed = [type(r)(**{**vars(r), "layer": names[r.layer_idx]}) for r in diagnosis.records]
+    told = [
+        type(f)(**{**vars(f), "layer": names[place], "head": head, "value": 0.05})
+        for f in diagnosis.findings for place, head in ((4, 2), (8, 3))
+    ]  # fmt: skip
+    path = tmp_path_factory.mktemp("kinds") / "page.html"
+    made_up_diagnosis(records=renamed, findings=told).to_html(path)
+    return path
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_layers_of_a_kind_stand_together(open_tab, kinds_path, size):
+    tab = open_tab(kinds_path, size=size)
+    page = tab.page
+    headings = page.locator("#heads .kind").all_text_contents()
+    assert headings == ["enc self", "dec self", "dec cross"]
+    tops = page.evaluate("""[...document.querySelectorAll('.cell[data-head="0"]')].map(c =>
+        [Number(c.dataset.layer), c.getBoundingClientRect().top])""")
+    order = [layer for layer, _ in sorted(tops, key=lambda pair: pair[1])]
+    assert order == [0, 3, 6, 1, 4, 7, 2, 5, 8]
+    page.focus(cell(6, 1))
+    page.keyboard.press("ArrowDown")  # from the encoder's last layer to the decoder's first
+    assert page.evaluate("document.activeElement.dataset.layer") == "1"
+    line = page.locator("#depth-concentration-entropy-nats .plot path[stroke-dasharray]").first
+    assert line.get_attribute("d").count("M") == 3  # no line from one kind to the next
+    tab.assert_clean()
+
+
+def test_the_page_opens_at_the_first_finding_and_leads_to_the_others(open_tab, kinds_path):
+    tab = open_tab(kinds_path)
+    page = tab.page
+    assert page.inner_text(".head-panel h3") == "dec.layers.1.self, head 2"
+    assert "0.05" in page.inner_text(".head-panel .told")
+    assert page.input_value("#metric") == "entropy_nats_q50"
+    page.click(".others .go")
+    assert page.inner_text(".head-panel h3") == "dec.layers.2.cross, head 3"
+    tab.assert_clean()
+
+
+OVERLAPS = """() => {
+  const found = [];
+  for (const plot of document.querySelectorAll('.depth .plot svg, .lines .plot svg, \
+.intervals .plot svg')) {
+    const boxes = [...plot.querySelectorAll('text')].filter(t => t.textContent.trim()
+        && !t.getAttribute('transform')).map(t => [t.textContent, t.getBoundingClientRect()]);
+    const edge = plot.closest('.card').getBoundingClientRect();
+    boxes.forEach(([a, p], i) => {
+      if (p.left < edge.left - 1 || p.right > edge.right + 1) found.push(`${a} leaves its card`);
+      for (const [b, q] of boxes.slice(i + 1)) {
+        if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1
+            && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 3)
+          found.push(`${a} over ${b}`);
+      }
+    });
+  }
+  return found;
+}"""
+
+
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+@pytest.mark.parametrize("kind", ["diagnosis", "kinds", "run"])
+def test_no_label_lies_over_another(open_tab, request, kind, size):
+    tab = open_tab(request.getfixturevalue(f"{kind}_path"), size=size)
+    assert tab.page.evaluate(OVERLAPS) == []
+
+
+def test_overlapping_labels_would_be_found(open_tab, kinds_path):
+    tab = open_tab(kinds_path)
+    tab.page.evaluate("""document.querySelectorAll('.depth .plot svg text').forEach(t =>
+        { if (!t.getAttribute('transform')) t.setAttribute('x', 40); })""")
+    assert len(tab.page.evaluate(OVERLAPS)) > 10
+
+
+def test_a_slow_round_does_not_squeeze_the_step_times(open_tab, run_path, tmp_path):
+    """One range ends at forty times softmax: it is cut with an arrow, the rest stays readable."""
+    html = run_path.read_text()
+    start = html.index('"times softmax"')
+    head, tail = html[:start], html[start:]
+    slow = re.sub(r'("thin":\[[^,]*,)[^\]]*', r"\g<1>40", tail, count=1)
+    (tmp_path / "page.html").write_text(head + slow)
+    tab = open_tab(tmp_path / "page.html")
+    shown = tab.page.locator("#costs-0 title").all_text_contents()
+    assert "reaches 40" in shown
+    labels = tab.page.locator("#costs-0 .plot svg > text").all_text_contents()
+    assert "40" not in labels
 
 
 def test_a_chart_reads_out_at_the_pointer_and_by_key(open_tab, diagnosis_path):

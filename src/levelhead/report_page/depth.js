@@ -1,22 +1,45 @@
 // Figures over depth: the numbers of all heads, summed up a layer at a time.
 
+// Layers in the order of the map: those of a kind side by side, the next kind after a gap.
+const KIND_GAP = 0.7;
+
+function depthAxis() {
+  const { layers, kinds } = PAGE.heads;
+  const axis = { order: [], x: [], names: [], fullNames: new Map(), starts: new Set(), kinds: [] };
+  let at = 0;
+  for (const kind of kinds) {
+    if (!kind.layers.length) continue;
+    axis.starts.add(axis.order.length);
+    axis.kinds.push({ title: kind.title, from: at, to: at + kind.layers.length - 1 });
+    for (const l of kind.layers) {
+      axis.order.push(l);
+      axis.x.push(at);
+      axis.names.push(layers[l].label);
+      axis.fullNames.set(at, layers[l].name);
+      at += 1;
+    }
+    at += KIND_GAP;
+  }
+  return axis;
+}
+
 function drawDepth(holder, figure) {
-  const layers = PAGE.heads.layers;
-  const series = figure.series.map((s) => depthSeries(s, figure.series.length <= 2));
-  chart(holder, { title: figure.title, series, log: figure.log, names: layers.map((l) => l.short), fullNames: layers.map((l) => l.name), xLabel: "layer" });
+  const axis = depthAxis();
+  const series = figure.series.map((s) => depthSeries(s, figure.series.length <= 2, axis));
+  chart(holder, { title: figure.title, series, log: figure.log, axis, xLabel: "layer" });
 }
 
 function metricNamed(name) {
   return PAGE.heads.metrics.find((metric) => metric.name === name);
 }
 
-function depthSeries(s, isDotted) {
+function depthSeries(s, isDotted, axis) {
   const middle = metricNamed(s.middle);
-  const byLayer = (name, take) => name && PAGE.heads.layers.map((_, layer) => take(metricNamed(name), layer));
+  const byLayer = (name, take) => name && axis.order.map((layer) => take(metricNamed(name), layer));
   const low = s.low ? byLayer(s.low, perLayer) : middle.values.length ? byLayer(s.middle, (m, l) => smallest(m.values[l])) : null;
   const high = s.high ? byLayer(s.high, perLayer) : middle.values.length ? byLayer(s.middle, (m, l) => largest(m.values[l])) : null;
-  const dots = isDotted ? middle.values.flatMap((row, layer) => row.map((value) => [layer, value])) : [];
-  return { label: s.label, style: s.style, x: PAGE.heads.layers.map((_, i) => i), mid: byLayer(s.middle, perLayer), midUpper: byLayer(s.middle_upper, perLayer), low, high, dots };
+  const dots = isDotted && middle.values.length ? axis.order.flatMap((layer, i) => middle.values[layer].map((value) => [axis.x[i], value])) : [];
+  return { label: s.label, style: s.style, x: axis.x, starts: axis.starts, mid: byLayer(s.middle, perLayer), midUpper: byLayer(s.middle_upper, perLayer), low, high, dots };
 }
 
 function perLayer(metric, layer) {

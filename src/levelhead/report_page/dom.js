@@ -39,7 +39,7 @@ function show(value, digits = 4) {
     if (mantissa === "1") return `10${superscript(Number(exponent))}`;
     return `${mantissa.replace("-", "\u2212")}\u00d710${superscript(Number(exponent))}`;
   }
-  return String(Number(value.toPrecision(digits))).replace("-", "\u2212");
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits }).replace("-", "\u2212");
 }
 
 function superscript(exponent) {

@@ -14,6 +14,7 @@ function drawHeads(holder, figure) {
   const [map, about, panel] = [el("div"), el("div", { class: "about" }), el("aside", { class: "head-panel", "aria-label": "The chosen head", "aria-live": "polite" })];
   holder.append(el("div", { class: "bar" }, el("label", {}, "Measure", select)), el("div", { class: "heads-layout" }, el("div", {}, map, about), panel));
   heads.metric = figure.first;
+  if (figure.start) Object.assign(heads, { layer: figure.start[0], head: figure.start[1], isChosen: true });
   let width = 0;
   redrawHeads = () => {
     const metric = metricNamed(heads.metric);
@@ -49,28 +50,48 @@ function headScale(metric) {
   return makeScale(values, 0, 1, isLog, false);
 }
 
+const KIND_ROOM = 22; // for the heading above the layers of one kind
+
+// Rows of the map from top to bottom: each layer's place in the data and its y.
+function mapRows(h) {
+  const rows = [];
+  let y = 24;
+  for (const kind of PAGE.heads.kinds) {
+    if (kind.title) y += KIND_ROOM;
+    for (const l of kind.layers) {
+      rows[l] = y;
+      y += h;
+    }
+  }
+  return [rows, y];
+}
+
 function headMap(metric, width) {
-  const { layers, num_heads: count, findings } = PAGE.heads;
-  const longest = Math.max(...layers.map((layer) => layer.short.length), 2);
+  const { layers, kinds, num_heads: count, findings } = PAGE.heads;
+  const longest = Math.max(...layers.map((layer) => layer.label.length), 2);
   const left = Math.min(14 + 7 * longest, width * 0.34);
   const w = Math.min(88, (width - left - 20) / count);
   const h = Math.max(17, Math.min(56, 400 / layers.length, w));
   const scale = headScale(metric);
-  const root = svg("svg", { viewBox: `0 0 ${width} ${26 + h * layers.length + 26}`, role: "grid", "aria-label": `${metric.label}, by layer and head` }, hatch());
+  const [rows, bottom] = mapRows(h);
+  const root = svg("svg", { viewBox: `0 0 ${width} ${bottom + 26}`, role: "grid", "aria-label": `${metric.label}, by layer and head` }, hatch());
   const every = Math.ceil(18 / w);
   for (let head = 0; head < count; head += every) root.append(svg("text", { x: left + w * (head + 0.5), y: 16, "text-anchor": "middle", "aria-hidden": "true" }, String(head)));
-  layers.forEach((layer, l) => root.append(headRow(metric, scale, layer, l, { left, w, h, y: 24 + h * l })));
+  for (const kind of kinds) {
+    if (kind.title) root.append(svg("text", { x: left, y: rows[kind.layers[0]] - 6, class: "kind", "aria-hidden": "true" }, kind.title));
+    for (const l of kind.layers) root.append(headRow(metric, scale, layers[l], l, { left, w, h, y: rows[l] }));
+  }
   const ring = svg("rect", { class: "ring", width: w, height: h, rx: 3, visibility: "hidden" });
-  const circle = (l, head) => fill(ring, { x: left + w * head, y: 24 + h * l, visibility: "visible" }, []);
+  const circle = (l, head) => fill(ring, { x: left + w * head, y: rows[l], visibility: "visible" }, []);
   root.addEventListener("focusin", (event) => circle(Number(event.target.dataset.layer), Number(event.target.dataset.head)));
   if (heads.isChosen) circle(heads.layer, heads.head);
   const size = Math.max(6, Math.min(9, w * 0.4));
   for (const f of worstFirst(findings)) {
     const x = f.head >= 0 ? left + w * (f.head + 1) - size - 3 : left + w * count + 5;
-    root.append(flag(f.severity, x, 24 + h * f.layer + 3, size));
+    root.append(flag(f.severity, x, rows[f.layer] + 3, size));
   }
   root.append(ring);
-  root.append(svg("text", { x: left + (w * count) / 2, y: 24 + h * layers.length + 18, "text-anchor": "middle", "aria-hidden": "true" }, "head"));
+  root.append(svg("text", { x: left + (w * count) / 2, y: bottom + 18, "text-anchor": "middle", "aria-hidden": "true" }, "head"));
   return [root, colourKey(scale, metric), flagKey(findings, metric)];
 }
 
@@ -82,7 +103,7 @@ function worstFirst(findings) {
 function headRow(metric, scale, layer, l, { left, w, h, y }) {
   const row = svg("g", { role: "row", "aria-label": layer.name });
   const room = Math.floor((left - 10) / 6.6);
-  const text = layer.short.length > room ? `\u2026${layer.short.slice(-room + 1)}` : layer.short;
+  const text = layer.label.length > room ? `\u2026${layer.label.slice(-room + 1)}` : layer.label;
   row.append(svg("text", { x: left - 8, y: y + h / 2 + 4, "text-anchor": "end" }, text, svg("title", {}, layer.name)));
   (metric.values[l] ?? []).forEach((value, head) => row.append(...headCell(metric, scale, layer, l, head, value, { x: left + w * head, y, w, h })));
   return row;
@@ -116,7 +137,9 @@ function moveBetweenCells(event, layer, head) {
     return chooseHead(layer, head);
   }
   const step = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0] }[event.key];
-  const next = step && document.querySelector(`.cell[data-layer="${layer + step[0]}"][data-head="${head + step[1]}"]`);
+  const shown = PAGE.heads.kinds.flatMap((kind) => kind.layers);
+  const row = step && shown[shown.indexOf(layer) + step[0]];
+  const next = step && document.querySelector(`.cell[data-layer="${row}"][data-head="${head + step[1]}"]`);
   if (!next) return;
   event.preventDefault();
   event.target.setAttribute("tabindex", -1);
@@ -157,14 +180,28 @@ function headPanel() {
   const { layer, head } = heads;
   if (!heads.isChosen) return [el("h3", {}, "One head"), el("p", { class: "quiet" }, "Choose a cell of the map: every number of that head appears here, each beside those of all other heads.")];
   const parts = [el("h3", {}, `${layers[layer].name}, head ${head}`)];
-  for (const f of findings.filter((f) => f.layer === layer && (f.head === head || f.head < 0))) parts.push(el("p", { class: f.severity }, el("span", { class: "grade" }, f.severity), ` ${f.head < 0 ? "whole layer: " : ""}${f.text}`));
+  for (const f of findings.filter((f) => f.layer === layer && (f.head === head || f.head < 0))) parts.push(toldOf(f));
+  const shown = metricNamed(heads.metric);
+  if ((shown.values[layer]?.[head] ?? null) !== null) parts.push(el("h4", {}, "On the map"), strip(shown, shown.values[layer][head]));
   for (const [family, heading] of Object.entries(families)) {
-    const own = metrics.filter((m) => m.family === family && (m.values[layer]?.[head] ?? null) !== null);
+    const own = metrics.filter((m) => m.family === family && (m.values[layer]?.[head] ?? null) !== null && !isSameAsLower(m, layer, head));
     if (own.length) parts.push(el("h4", {}, heading), ...own.map((metric) => strip(metric, metric.values[layer][head])));
   }
   const whole = metrics.filter((m) => (m.whole?.[layer] ?? null) !== null);
   if (whole.length) parts.push(el("details", {}, el("summary", {}, "The whole layer"), el("dl", { class: "pairs" }, ...whole.flatMap((m) => [el("dt", {}, m.label), el("dd", {}, show(m.whole[layer]))]))));
   return parts;
+}
+
+// An upper end that meets its lower one would only say the same number again.
+function isSameAsLower(metric, layer, head) {
+  const lower = metric.name.includes("_upper") && metricNamed(metric.name.replace("_upper", "_lower"));
+  return lower && lower.values[layer]?.[head] === metric.values[layer][head];
+}
+
+function toldOf(f) {
+  const value = toNumber(f.value);
+  const words = el("div", {}, el("span", { class: "grade" }, f.severity), ` ${f.head < 0 ? "whole layer: " : ""}${f.text}`);
+  return el("div", { class: `told ${f.severity}` }, words, el("div", {}, el("code", {}, f.metric), " ", el("b", {}, show(value)), el("span", { class: "quiet" }, ` (threshold ${show(f.threshold)})`)));
 }
 
 function strip(metric, value) {

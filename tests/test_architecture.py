@@ -23,7 +23,7 @@ PACKAGES = {"levelhead.bench"}
 LEVELS = {
     0: ("shapes", "terms", "rows", "linalg", "lanczos", "kernels", "sharding", "exits", "modes"),
     1: ("stages", "reference", "init", "measure"),
-    2: ("steps", "parts", "variants", "sizes", "capped", "inner", "attention"),
+    2: ("steps", "parts", "variants", "sizes", "capped", "visible", "inner", "attention"),
     3: ("sites.sites", "sites.find", "sites.layout", "sites.reading", "sites.own_sites",
         "sites.torch_sites"),
     4: ("sites", "convert", "store", "register", "verify", "initialize", "effects", "capture",

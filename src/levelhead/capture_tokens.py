@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from levelhead.sites.calls import AttentionCall
-from levelhead.stages.masks import real_queries
+from levelhead.visible import real_queries
 
 
 class TokenFinder:

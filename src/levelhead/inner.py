@@ -18,8 +18,9 @@ from levelhead.reference import Call, plain_weights, repeat_heads
 from levelhead.shapes import check_attention_inputs, complaint, describe, require
 from levelhead.sizes import check_sizes
 from levelhead.stages.chunks import map_query_blocks
-from levelhead.stages.masks import real_queries, resolve_mask
+from levelhead.stages.masks import resolve_mask
 from levelhead.variants import Variant, make_parts, parse_variant
+from levelhead.visible import real_queries
 
 Rope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.shapes import at_least_float32, require, require_known
-from levelhead.stages.masks import AttentionMask, visible_count, visible_mean, visible_sum
+from levelhead.stages.masks import AttentionMask
 from levelhead.stages.weights import affine_output, affine_weights, linear_clipping
 from levelhead.steps import StepState
+from levelhead.visible import visible_count, visible_mean, visible_sum
 
 PHI = {"linear_clipping": linear_clipping, "sigmoid": torch.sigmoid}
 RHO = 0.9

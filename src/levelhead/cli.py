@@ -24,9 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from levelhead.commands import app
+        from levelhead.commands import Start, app
 
-        app(args=given, prog_name="levelhead")
+        app(args=given, prog_name="levelhead", obj=Start(is_program=arguments is None))
     except Exception as error:
         if "--debug" in given or os.environ.get("LEVELHEAD_DEBUG"):
             raise

@@ -5,6 +5,7 @@ import json
 import pkgutil
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,17 @@ app = typer.Typer(
     help="Stable, well-conditioned, visible attention for Transformers.",
     epilog="Start with: levelhead compare",
 )
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a command was started.
+
+    Attributes:
+        is_program: As this process's own program, so that nothing has run in it before.
+    """
+
+    is_program: bool
 
 
 @app.callback()
@@ -99,6 +111,7 @@ def split_list(texts: list[str] | None) -> tuple[str, ...]:
     epilog="Example: levelhead compare --variants quest 'spectral(strength=1)' --seeds 5",
 )
 def compare(
+    context: typer.Context,
     variants: Annotated[
         list[str] | None,
         typer.Option(help="Variant strings (`levelhead list variants`); softmax is always in."),
@@ -173,15 +186,18 @@ def compare(
     command goes on where it was stopped, and more seeds or variants only train what is missing.
     Exit code 1 where a training died at every attempt; the table leaves it out and says so.
     """
-    from levelhead.harness.config import DEFAULT_VARIANTS, CompareSettings
-    from levelhead.harness.controls import with_controls
-    from levelhead.harness.show import show_summary, stdout_console
-
     require(
         learning_rate is None or not learning_rates,
         "either --learning-rate or --learning-rates must be given",
         "both",
     )
+    from levelhead.harness.workers import new_crew
+
+    crew = context.with_resource(new_crew(workers, is_at_start=_is_program(context)))
+    from levelhead.harness.config import DEFAULT_VARIANTS, CompareSettings
+    from levelhead.harness.controls import with_controls
+    from levelhead.harness.show import show_summary, stdout_console
+
     given = {"data": data, "model": model, "steps": steps, "learning_rate": learning_rate}
     recipes = _load_recipes(split_list(recipe), form, overrides, given)
     names = _names(split_list(variants), split_list(inits), recipes, DEFAULT_VARIANTS)
@@ -197,7 +213,8 @@ def compare(
         ),
         selection_seeds=selection_seeds,
     )
-    summary = _run_comparison(settings, out or settings.default_folder(), workers, retries)
+    folder = out or settings.default_folder()
+    summary = _run_comparison(settings, folder, workers, retries, crew)
     if as_json:
         print(json.dumps(summary, indent=2, allow_nan=False))
     else:
@@ -274,8 +291,12 @@ def _resolve_tasks(names: tuple[str, ...], model: str | None, overrides: dict[st
     return tasks
 
 
+def _is_program(context: typer.Context) -> bool:
+    return isinstance(context.obj, Start) and context.obj.is_program
+
+
 def _run_comparison(
-    settings: Any, folder: Path, workers: int | None, retries: int
+    settings: Any, folder: Path, workers: int | None, retries: int, crew: Any
 ) -> dict[str, Any]:
     from levelhead.harness.compare import compare as compare_grid
     from levelhead.harness.show import progress_bar
@@ -285,7 +306,7 @@ def _run_comparison(
     again = shlex.join(["levelhead", *sys.argv[1:]])
     try:
         with progress_bar(console) as on_event:
-            return compare_grid(settings, folder, workers, on_event, retries)
+            return compare_grid(settings, folder, workers, on_event, retries, crew)
     except KeyboardInterrupt:
         _say(f"stopped; {kept}; go on with: {again}")
         raise typer.Exit(INTERRUPTED) from None

@@ -1,5 +1,6 @@
 """Sharded parameters (FSDP2, tensor parallelism) seen whole for a moment."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,11 +17,9 @@ def is_sharded(tensor: Tensor) -> bool:
     Returns:
         True for a DTensor.
     """
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    # Who made a DTensor has loaded its module, which takes more than a second: never load it here.
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def is_gathered(parameter: Tensor, root: nn.Module) -> bool:

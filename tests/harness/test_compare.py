@@ -23,6 +23,7 @@ from levelhead.harness.tasks import (
     make_task,
     resolve_task,
 )
+from levelhead.harness.workers import StepTiming
 
 TINY = {"vit": {"embed_dim": 12, "num_heads": 2, "num_layers": 1}}
 
@@ -177,6 +178,44 @@ def test_inits_are_crossed_with_variants_and_measured_against_the_plain_start(tm
     assert any(sentence.startswith("quest, conditioned: ") for sentence in task["reading"])
 
 
+def test_steps_are_timed_among_the_trainings_and_counted_as_what_they_are(tmp_path, monkeypatch):
+    """By whoever is free first: the parent has nothing left to time."""
+    asked = []
+    real = workers.train_all
+
+    def seen(jobs, *arguments):
+        asked.extend(jobs)
+        return real(jobs, *arguments)
+
+    monkeypatch.setattr(compare_module, "train_all", seen)
+    summary = compare(tiny_settings(), tmp_path, workers=1)
+    assert [isinstance(job, StepTiming) for job in asked] == [False] * 6 + [True]
+    assert asked[-1].variants == ("softmax", "quest", "gate")
+    times = json.loads((tmp_path / "timings.json").read_text())["digits"]
+    assert [row["step_time_ratio"] for row in summary["tasks"][0]["rows"]] == [
+        times[name]["ratio"] for name in ("softmax", "quest", "gate")
+    ]
+    spent = summary["time"]
+    assert spent["num_trained"] == summary["num_trained"] == 6
+    assert spent["worker_s"]["step_timing"] > 0
+    assert sum(spent["worker_s"].values()) == pytest.approx(spent["wall_s"], abs=0.05)
+    asked.clear()
+    compare(tiny_settings(seeds=3), tmp_path, workers=1)
+    assert not any(isinstance(job, StepTiming) for job in asked)
+
+
+def test_step_times_whose_process_died_are_measured_by_the_parent(tmp_path, monkeypatch):
+    def dying_timer(jobs, do_job, on_steps, retries):
+        for job in jobs:
+            value = None if isinstance(job, StepTiming) else do_job(job, lambda: None)
+            yield Result(job=job, value=value, deaths=() if value else ("killed",))
+
+    monkeypatch.setattr(workers, "run_here", dying_timer)
+    summary = compare(tiny_settings(seeds=1), tmp_path, workers=1)
+    assert summary["num_unfinished"] == 0
+    assert all(row["step_ms"] > 0 for row in summary["tasks"][0]["rows"])
+
+
 def test_step_times_are_ratios_to_the_baseline():
     task = make_task(resolve_task("digits", TINY))
     times = step_times.step_times(task, ["softmax", "quest"])
@@ -313,10 +352,13 @@ def test_mixed_versions_are_said():
     assert any("2 versions" in sentence for sentence in read_task(summary | {"num_versions": 2}))
 
 
+NO_CELL = Cell(task="digits", variant="softmax", init="default", seed=0)
+
+
 def dead(jobs, train_job, on_steps, retries):
     """Stand in for the processes: quest's first seed dies always, gate's second dies once."""
     for job in jobs:
-        _, cell, _ = job
+        cell = job[1] if isinstance(job, tuple) else NO_CELL  # where steps are timed
         if (cell.variant, cell.seed) == ("quest", 0):
             yield Result(job=job, deaths=("killed by SIGKILL",) * (retries + 1))
             continue

@@ -2,7 +2,11 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +141,82 @@ def test_here_lack_of_memory_is_survived_and_all_else_is_raised(tmp_path):
     assert sum(steps) == 1
     with pytest.raises(ValueError, match="the work is wrong"):
         list(run_here([("one", tmp_path, "wrong", 1)], dying.marked, steps.append))
+
+
+COPIES = """
+import os, sys, multiprocessing
+sys.path.insert(0, {tests!r})
+import dying
+from levelhead.harness.processes import Crew
+with Crew(dying.marked) as crew:
+    crew.copy_program(2)
+    copies = {{worker.process.pid for worker in crew.workers}}
+    assert len(copies) == 2
+    jobs = [(name, {folder!r}, how, times) for name, how, times in
+            [("a", "kill", 0), ("b", "kill", 1), ("c", "kill", 0)]]
+    found = {{result.job[0]: result for result in crew.do(jobs, 2, lambda steps: None)}}
+    kept = {{worker.process.pid for worker in crew.workers}}
+    assert kept & copies and kept != copies, "one copy is left, one was replaced"
+    again = list(crew.do([("d", {folder!r}, "kill", 0)], 2, lambda steps: None))
+    assert {{worker.process.pid for worker in crew.workers}} == kept, "nobody is started anew"
+    assert again[0].start_s == 0
+    idle = list(crew.workers)
+assert not multiprocessing.active_children()
+print([(name, len(result.deaths)) for name, result in sorted(found.items())])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is a program copied")
+def test_copies_of_a_program_work_are_replaced_and_wait_for_the_next_call(tmp_path):
+    script = COPIES.format(tests=str(Path(dying.__file__).parent), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[('a', 0), ('b', 1), ('c', 0)]"
+
+
+ORPHANS = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+import dying
+from levelhead.harness.processes import Crew
+crew = Crew(dying.endless)
+crew.copy_program(3)
+print(*(worker.process.pid for worker in crew.workers), flush=True)
+for _ in crew.do([{folder!r}] * 2, 3, lambda steps: os.kill(os.getpid(), 9)):
+    pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is a program copied")
+def test_copies_end_with_their_program_however_it_ends(tmp_path):
+    """Killed at two jobs, one copy idle: nobody is left, though copies know each other's pipes."""
+    script = ORPHANS.format(tests=str(Path(dying.__file__).parent), folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 3
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}/cmdline").exists() and is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid):
+    """A zombie that nobody has waited for yet is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_beside_other_threads_is_not_copied():
+    release = threading.Event()
+    other = threading.Thread(target=release.wait)
+    other.start()
+    try:
+        with processes.Crew(dying.marked) as crew:
+            crew.copy_program(2)
+            assert crew.workers == []
+    finally:
+        release.set()
+        other.join()

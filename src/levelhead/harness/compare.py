@@ -5,6 +5,7 @@ and the same batches in the same order. Finished trainings are kept and never do
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,20 @@ from typing import Any
 from levelhead.harness.config import (
     Cell,
     CompareSettings,
+    Training,
     cells,
     default_workers,
     selection_cells,
 )
-from levelhead.harness.processes import RETRIES, Result
+from levelhead.harness.processes import RETRIES, Crew, Result
 from levelhead.harness.runs import RunFolder
 from levelhead.harness.selection import choices, chosen_rates, held_out
 from levelhead.harness.spent import Spent
-from levelhead.harness.step_times import timed
+from levelhead.harness.step_times import keep, lacking, timed
 from levelhead.harness.summary import summarise
 from levelhead.harness.tasks import Task
 from levelhead.harness.train import start_model
-from levelhead.harness.workers import Job, loaded_task, train_all
+from levelhead.harness.workers import StepTiming, loaded_task, new_crew, train_all
 
 TRAININGS = "trainings"  # folder of what the engine keeps of recipes' trainings
 
@@ -37,6 +39,7 @@ def compare(
     workers: int | None = None,
     on_event: OnEvent = lambda what, count: None,
     retries: int = RETRIES,
+    crew: Crew | None = None,
 ) -> dict[str, Any]:
     """Train what is missing of a grid, time all variants, and sum up.
 
@@ -49,8 +52,9 @@ def compare(
         workers: Processes that train side by side; as many as cores by default. With more than
             one, a script that calls this needs the usual ``if __name__ == "__main__":``.
         on_event: Told of progress: ``("total", steps)`` (anew when more is known), ``("steps",
-            more)``, ``("cells", 1)``, ``("deaths", 1)``, ``("timing", 0)``.
+            more)``, ``("cells", 1)``, ``("deaths", 1)``.
         retries: How often a training whose process died is begun again.
+        crew: Processes of ``new_crew`` that may already run; None: started here when needed.
 
     Returns:
         The summary, as written to ``summary.json``.
@@ -62,10 +66,13 @@ def compare(
     tasks = {task.name: loaded_task(task) for task in settings.tasks}
     check_cells(tasks, settings)
     run = RunFolder(folder)
-    with run.held():
+    with ExitStack() as stack:
+        stack.enter_context(run.held())
         run.open_grid(settings.model_dump(mode="json"))
         spent.mark("checking")
-        grid = _Grid(run, tasks, workers, on_event, retries, spent)
+        if crew is None:
+            crew = stack.enter_context(new_crew())
+        grid = _Grid(run, tasks, workers, on_event, retries, spent, crew)
         return _fill(grid, settings)
 
 
@@ -75,8 +82,7 @@ def _fill(grid: "_Grid", settings: CompareSettings) -> dict[str, Any]:
     metrics = {name: task.metric for name, task in grid.tasks.items()}
     chosen = choices(settings, metrics, grid.records)
     reported = cells(settings, chosen_rates(settings, chosen))
-    grid.train(reported)
-    grid.on_event("timing", 0)
+    grid.train(reported, timing=settings.variants)
     grid.spent.mark("training")
     timings = timed(grid.run, grid.tasks, settings.variants)
     grid.spent.mark("timing")
@@ -103,6 +109,7 @@ class _Grid:
     on_event: OnEvent
     retries: int
     spent: Spent
+    crew: Crew
     trained: list[str] = field(default_factory=list)
     deaths: dict[str, tuple[str, ...]] = field(default_factory=dict)
     steps_done: int = 0
@@ -113,21 +120,41 @@ class _Grid:
     def _finished(self) -> dict[str, dict[str, Any]]:
         return {Cell.from_record(record).key: record for record in self.run.finished()}
 
-    def train(self, wanted: Sequence[Cell], then: Sequence[Cell] = ()) -> None:
-        """Train those of some cells that no record holds; ``then`` says how many will follow."""
-        jobs = self._missing(wanted)
-        steps = sum(settings.steps for settings, _, _ in [*jobs, *self._missing(then)])
+    def train(
+        self, wanted: Sequence[Cell], then: Sequence[Cell] = (), timing: Sequence[str] = ()
+    ) -> None:
+        """Train those of some cells that no record holds.
+
+        ``then`` says how many will follow. The steps of the variants in ``timing`` are timed by
+        whoever is free first, while the last of the others still train.
+        """
+        trainings = self._missing(wanted)
+        steps = sum(settings.steps for settings, _, _ in [*trainings, *self._missing(then)])
         self.on_event("total", self.steps_done + steps)
-        if not jobs:
+        if not trainings:
             return
-        workers = default_workers(len(jobs)) if self.workers is None else self.workers
-        workers = min(workers, len(jobs))
+        workers = default_workers(len(trainings)) if self.workers is None else self.workers
+        workers = min(workers, len(trainings))
         self.spent.workers = max(self.spent.workers, workers)
-        for result in train_all(jobs, workers, self._count, self.retries):
-            self._keep(result)
+        jobs = [*trainings, *self._timings(timing)]
+        for result in train_all(jobs, workers, self._count, self.retries, self.crew):
+            if isinstance(result.job, StepTiming):
+                self._keep_times(result)
+            else:
+                self._keep(result)
         self.records = self._finished()
 
-    def _missing(self, wanted: Sequence[Cell]) -> list[Job]:
+    def _timings(self, variants: Sequence[str]) -> list[StepTiming]:
+        names = lacking(self.run, self.tasks, variants) if variants else []
+        return [StepTiming(self.tasks[name].settings, tuple(variants)) for name in names]
+
+    def _keep_times(self, result: Result) -> None:
+        """Write down step times; those whose process died are measured in this one at the end."""
+        if result.value is not None:
+            keep(self.run, result.job.settings.name, result.value["times"])
+            self.spent.add(result.value["clock_s"], result.start_s)
+
+    def _missing(self, wanted: Sequence[Cell]) -> list[tuple[Training, Cell, Path]]:
         """The trainings that no record holds."""
         return [
             (self.tasks[cell.task].settings, cell, self.run.path / TRAININGS / cell.slug)

@@ -305,11 +305,11 @@ def cell_rate(settings: CompareSettings, task: str, rate: float) -> float | None
     return None if rate == own else rate
 
 
-def default_workers(num_cells: int) -> int:
+def default_workers(num_cells: int | None = None) -> int:
     """Return how many one-thread processes train side by side.
 
     Args:
-        num_cells: Trainings to do.
+        num_cells: Trainings to do; None: any number.
 
     Returns:
         The number of cores this process may use, at most one for each training, at least 1.
@@ -318,4 +318,4 @@ def default_workers(num_cells: int) -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min(cores, num_cells))
+    return max(1, cores if num_cells is None else min(cores, num_cells))

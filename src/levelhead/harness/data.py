@@ -98,16 +98,30 @@ def digits() -> ImageData:
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(f"digits needs scikit-learn: {CLI_INSTALL}") from missing
-    bunch = load_digits()
-    images = bunch.images.astype(np.uint8)  # pyright: ignore[reportAttributeAccessIssue]
-    labels = bunch.target.astype(np.uint8)  # pyright: ignore[reportAttributeAccessIssue]
+    table = _digits_table()
+    images, labels = table[:, :-1].reshape(-1, 8, 8), table[:, -1]
     order = np.random.default_rng(SPLIT_SEED).permutation(len(images))
     train, test = order[DIGITS_TEST:], order[:DIGITS_TEST]
     return _image_data("digits", images[train], labels[train], images[test], labels[test])
+
+
+def _digits_table() -> np.ndarray:
+    """Read scikit-learn's file: 64 pixels and a label a row; importing it takes a second.
+
+    Raises:
+        ModuleNotFoundError: scikit-learn is not installed.
+    """
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None:
+        raise ModuleNotFoundError(f"digits needs scikit-learn: {CLI_INSTALL}")
+    for place in spec.submodule_search_locations or ():
+        path = Path(place, "datasets", "data", "digits.csv.gz")
+        if path.exists():
+            return np.loadtxt(path, np.uint8, delimiter=",")
+    from sklearn.datasets import load_digits  # a scikit-learn that keeps it elsewhere
+
+    bunch = load_digits()
+    return np.column_stack([bunch.data, bunch.target]).astype(np.uint8)  # pyright: ignore
 
 
 def topics() -> TextData:

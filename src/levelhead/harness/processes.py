@@ -2,13 +2,15 @@
 
 Each process has a pipe of its own and shares no lock with anybody, so that killing one at any
 moment stops nobody else. The parent hands out one job at a time. Where the system can, processes
-are copies of one server that has imported everything once and has run nothing yet.
+are copies of one that has imported everything once and has run nothing yet: of a server, or of the
+program itself at its very start.
 """
 
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -107,13 +109,75 @@ def run_in_processes(
         RuntimeError: Processes die before they can take a job, more often than ``retries``.
         Exception: What the work raised, other than ``MemoryError``.
     """
-    crew = _Crew(work, processes, on_steps, retries)
-    crew.waiting.extend(_Attempts(job) for job in jobs)
-    try:
-        for _ in jobs:
-            yield crew.next_result()
-    finally:
-        crew.dismiss()
+    with Crew(work) as crew:
+        yield from crew.do(jobs, processes, on_steps, retries)
+
+
+class Crew:
+    """Processes for one kind of work that wait between the calls; a context that ends them.
+
+    Args:
+        work: What they do; importable by name.
+    """
+
+    def __init__(self, work: Work):
+        self.work = work
+        self.workers: list[_Worker] = []
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dismiss()
+
+    def copy_program(self, processes: int) -> None:
+        """Start processes as copies of this one: nothing is imported a second time.
+
+        Only a process that has imported and done nothing else may be copied, so this is for the
+        first lines of a program. Where copies are no good (outside Linux, beside other threads)
+        nothing happens, and ``do`` starts what it needs.
+
+        Args:
+            processes: How many.
+        """
+        if sys.platform == "linux" and threading.active_count() == 1:
+            for _ in range(processes):
+                others = [worker.connection for worker in self.workers]
+                self.workers.append(_start_copy(self.work, others))
+
+    def do(
+        self, jobs: Sequence[Any], processes: int, on_steps: OnSteps, retries: int = RETRIES
+    ) -> Iterator[Result]:
+        """Do jobs side by side, as ``run_in_processes`` says.
+
+        Args:
+            jobs: What to do; picklable.
+            processes: How many at a time, at least as many as there are already.
+            on_steps: Told how many more steps have been done.
+            retries: How often a job whose process died is begun again.
+
+        Yields:
+            One result a job, in the order of ending.
+        """
+        shift = _Shift(self, jobs, processes, on_steps, retries)
+        try:
+            for _ in jobs:
+                yield shift.next_result()
+        finally:
+            if any(worker.attempts is not None for worker in self.workers):
+                self.dismiss()
+
+    def dismiss(self) -> None:
+        """End every process: idle ones at once, others at their next step, the rest by force."""
+        for worker in self.workers:
+            worker.connection.close()
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+        self.workers.clear()
 
 
 @dataclass
@@ -131,6 +195,11 @@ class _Worker:
     attempts: _Attempts | None = None
     num_steps: int = 0
 
+    def begin_to_wait(self) -> None:
+        """Count what is left of the start from now on: only that has to be waited for."""
+        self.started = time.perf_counter()
+        self.start_s = None if self.start_s is None else 0.0
+
     def give(self, attempts: _Attempts) -> None:
         """Begin a job; a process that has just died is found out when it is read from."""
         self.attempts, self.num_steps = attempts, 0
@@ -146,14 +215,18 @@ class _Worker:
             return "died", _cause(self.process.exitcode)
 
 
-class _Crew:
-    """The processes, and the jobs that wait for them."""
+class _Shift:
+    """One call's jobs, and the processes that do them."""
 
-    def __init__(self, work: Work, processes: int, on_steps: OnSteps, retries: int):
-        self.work, self.size, self.on_steps, self.retries = work, processes, on_steps, retries
-        self.waiting: deque[_Attempts] = deque()
-        self.workers: list[_Worker] = []
+    def __init__(
+        self, crew: Crew, jobs: Sequence[Any], size: int, on_steps: OnSteps, retries: int
+    ):
+        self.work, self.workers = crew.work, crew.workers
+        self.size, self.on_steps, self.retries = size, on_steps, retries
+        self.waiting = deque(_Attempts(job) for job in jobs)
         self.failed_starts: list[str] = []
+        for worker in self.workers:
+            worker.begin_to_wait()
 
     def next_result(self) -> Result:
         while True:
@@ -222,18 +295,6 @@ class _Crew:
                 "is kept: the same command goes on, --workers 1 starts none"
             )
 
-    def dismiss(self) -> None:
-        """End every process: idle ones at once, others at their next step, the rest by force."""
-        for worker in self.workers:
-            worker.connection.close()
-        deadline = time.monotonic() + STOP_SECONDS
-        for worker in self.workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-        self.workers.clear()
-
 
 def _start(work: Work) -> _Worker:
     # Never a copy of this process: a torch that has computed may deadlock in its threads.
@@ -246,6 +307,23 @@ def _start(work: Work) -> _Worker:
         process.start()
     theirs.close()
     return _Worker(process, ours)
+
+
+def _start_copy(work: Work, others: Sequence[Connection]) -> _Worker:
+    context: Any = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve_copy, args=(theirs, work, (ours, *others)))
+    with _interrupts_ignored():
+        process.start()
+    theirs.close()
+    return _Worker(process, ours)
+
+
+def _serve_copy(connection: Connection, work: Work, copied: Sequence[Connection]) -> None:
+    """Live as a worker process, without the ends of pipes that are the parent's alone."""
+    for other in copied:
+        other.close()
+    _serve(connection, work)
 
 
 def _serve(connection: Connection, work: Work) -> None:

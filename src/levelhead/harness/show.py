@@ -69,8 +69,6 @@ def progress_bar(console: Console) -> Iterator[OnEvent]:
             elif what == "deaths":
                 num_deaths += count
                 progress.update(bar, description=said())
-            elif what == "timing":
-                progress.update(bar, description="timing steps, all variants in turn")
 
         yield on_event
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-WORKER_PARTS = ("training", "evaluation", "building", "data", "start")
+WORKER_PARTS = ("training", "evaluation", "building", "data", "start", "step_timing")
 
 
 class Spent:
@@ -34,13 +34,13 @@ class Spent:
         self._last = now
 
     def add(self, clock_s: Mapping[str, float], start_s: float) -> None:
-        """Count one training.
+        """Count one training, or one timing of steps.
 
         Args:
-            clock_s: Its seconds of data, building, training and evaluation.
+            clock_s: Its seconds of data, building, training and evaluation, or of step timing.
             start_s: Those of starting its process.
         """
-        self.num_trained += 1
+        self.num_trained += "training" in clock_s
         for name, seconds in {**clock_s, "start": start_s}.items():
             self.parts[name] += seconds
 
@@ -55,19 +55,18 @@ class Spent:
         """
         wall = sum(self.phases.values())
         budget = wall * self.workers
-        parts = {name: round(seconds, 3) for name, seconds in self.parts.items()}
-        parent = {
+        in_parent = {
             "checking": self.workers * self.phases.get("checking", 0.0),
             "step_timing": self.workers * self.phases.get("timing", 0.0),
         }
-        known = sum(self.parts.values()) + sum(parent.values())
+        seconds = {n: self.parts.get(n, 0.0) + in_parent.get(n, 0.0)
+                   for n in dict.fromkeys((*self.parts, *in_parent))}  # fmt: skip
         outside = 1 - self.parts["training"] / budget if self.num_trained else None
         return {
             "wall_s": round(wall, 3),
             "workers": self.workers,
             "num_trained": self.num_trained,
-            "worker_s": parts
-            | {name: round(seconds, 3) for name, seconds in parent.items()}
-            | {"waiting": round(max(0.0, budget - known), 3)},
+            "worker_s": {name: round(value, 3) for name, value in seconds.items()}
+            | {"waiting": round(max(0.0, budget - sum(seconds.values())), 3)},
             "outside_frac": None if outside is None else round(outside, 4),
         }

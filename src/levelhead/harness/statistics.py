@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from scipy import integrate, optimize, special, stats
+from scipy import special
 
 from levelhead.shapes import require
 
@@ -96,7 +96,7 @@ def paired_difference(
     if n == 1 or np.ptp(values) <= 1e-9 * np.abs(values).max():
         return PairedDifference(n=n, mean=mean)
     standard_error = float(values.std(ddof=1)) / n**0.5
-    half_width = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * standard_error
+    half_width = float(special.stdtrit(n - 1, (1 + confidence) / 2)) * standard_error
     return PairedDifference(
         n=n,
         mean=mean,
@@ -104,7 +104,7 @@ def paired_difference(
         bootstrap_interval=bootstrap_interval(values, confidence),
         half_width=half_width,
         detectable=detectable_in_errors(n, POWER, confidence) * standard_error,
-        p_value=float(2 * stats.t.sf(abs(mean) / standard_error, n - 1)),
+        p_value=float(2 * special.stdtr(n - 1, -abs(mean) / standard_error)),
     )
 
 
@@ -123,8 +123,10 @@ def paired_power(noncentrality: float, n: int, confidence: float = CONFIDENCE) -
     Returns:
         A probability, ``1 - confidence`` where there is no difference.
     """
+    from scipy import integrate  # half a second that the start of a grid need not wait for
+
     degrees = n - 1
-    critical = stats.t.ppf((1 + confidence) / 2, degrees) / degrees**0.5
+    critical = special.stdtrit(degrees, (1 + confidence) / 2) / degrees**0.5
 
     def shown(tail: float) -> float:
         reach = critical * special.chdtri(degrees, tail) ** 0.5  # V's tail probability is uniform
@@ -148,7 +150,9 @@ def detectable_in_errors(n: int, power: float = POWER, confidence: float = CONFI
         Times ``s / sqrt(n)``, the difference in the metric's unit. The spread s is itself an
         estimate: with three pairs the true one is easily twice or half as large.
     """
-    highest = 100 * float(stats.t.ppf((1 + confidence) / 2, n - 1))
+    from scipy import optimize  # as above
+
+    highest = 100 * float(special.stdtrit(n - 1, (1 + confidence) / 2))
     found: Any = optimize.brentq(
         lambda errors: paired_power(errors, n, confidence) - power, 0, highest, xtol=1e-6
     )

@@ -11,12 +11,39 @@ from levelhead.harness.tasks import Task
 from levelhead.harness.train import make_optimizer, start_model, training_step
 from levelhead.modes import one_thread
 
+TIMINGS = "timings.json"
 TIMING_ROUNDS = 25
 FEWEST_ROUNDS = 5
-TIMING_SECONDS = 4.0  # for one task; slow steps get fewer rounds, down to the fewest
+TIMING_SECONDS = 2.0  # for one task; slow steps get fewer rounds, down to the fewest
 TIMING_WARMUP = 2
 
 Times = dict[str, dict[str, float]]
+
+
+def lacking(run: RunFolder, tasks: Mapping[str, Task], variants: Sequence[str]) -> list[str]:
+    """Name the tasks of which a folder does not hold all variants' step times.
+
+    Args:
+        run: Where ``timings.json`` lies.
+        tasks: Name to task.
+        variants: All variants of the grid.
+
+    Returns:
+        Names of tasks.
+    """
+    known = run.read_json(TIMINGS) or {}
+    return [name for name in tasks if not set(variants) <= set(known.get(name, {}))]
+
+
+def keep(run: RunFolder, task: str, times: Times) -> None:
+    """Write a task's step times into a folder.
+
+    Args:
+        run: Where ``timings.json`` lies.
+        task: Name of the task.
+        times: As ``step_times`` gives them.
+    """
+    run.write_json(TIMINGS, (run.read_json(TIMINGS) or {}) | {task: times})
 
 
 def timed(run: RunFolder, tasks: Mapping[str, Task], variants: Sequence[str]) -> dict[str, Times]:
@@ -30,19 +57,17 @@ def timed(run: RunFolder, tasks: Mapping[str, Task], variants: Sequence[str]) ->
     Returns:
         Task to variant to ``ratio`` over the baseline, its range, and ``median_s``.
     """
-    known = run.read_json("timings.json") or {}
-    lacking = {n: task for n, task in tasks.items() if not set(variants) <= set(known.get(n, {}))}
-    if lacking:
-        known = known | {name: step_times(task, variants) for name, task in lacking.items()}
-        run.write_json("timings.json", known)
-    return known
+    for name in lacking(run, tasks, variants):
+        keep(run, name, step_times(tasks[name], variants))
+    return run.read_json(TIMINGS)
 
 
 def step_times(task: Task, variants: Sequence[str]) -> Times:
     """Time one training step of each variant.
 
     The trainings themselves run side by side and share the machine with whatever else runs, so
-    their own durations are no measure; here a slow moment hits all variants alike and cancels.
+    their own durations are no measure; here a slow moment hits all variants alike and cancels,
+    also where another process trains meanwhile.
 
     Args:
         task: Gives model and batches.

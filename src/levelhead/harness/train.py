@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from levelhead.attention import Attention
 from levelhead.harness.config import Cell, Training
+from levelhead.harness.optimizer import EagerAdamW
 from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
@@ -84,7 +85,7 @@ def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimize
     Returns:
         The optimiser.
     """
-    return torch.optim.AdamW(
+    return EagerAdamW(
         decayed_apart(model, settings.weight_decay),
         lr=settings.learning_rate,
         betas=settings.betas,

@@ -8,6 +8,7 @@ import copy
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,47 +16,104 @@ from typing import Any, cast
 import torch
 from pydantic import TypeAdapter
 
-from levelhead.harness.config import Cell, TaskSettings, Training, TrainingSettings
+from levelhead.harness.config import (
+    Cell,
+    TaskSettings,
+    Training,
+    TrainingSettings,
+    default_workers,
+)
 from levelhead.harness.processes import (
-    RETRIES,
+    Crew,
     OnSteps,
     Report,
     Result,
     run_here,
-    run_in_processes,
 )
 from levelhead.harness.selection import held_out
+from levelhead.harness.step_times import step_times
 from levelhead.harness.tasks import Task, make_task
 from levelhead.harness.train import train_cell
 from levelhead.modes import one_thread
 
-Job = tuple[Training, Cell, Path]
-"""What is trained, which cell of it, and a folder for what a recipe's training leaves."""
 NO_MEMORY = "can't allocate memory"  # what torch's CPU allocator says
 
 
+@dataclass(frozen=True)
+class StepTiming:
+    """The job of timing all variants' steps, in turn, beside the last trainings.
+
+    Attributes:
+        settings: Of the task.
+        variants: The baseline among them.
+    """
+
+    settings: Training
+    variants: tuple[str, ...]
+
+
+Job = tuple[Training, Cell, Path] | StepTiming
+"""What is trained, which cell of it, and a folder for what a recipe's training leaves."""
+
+
+def new_crew(workers: int | None = None, is_at_start: bool = False) -> Crew:
+    """Return the processes of a comparison, none of them started.
+
+    Args:
+        workers: As many of them; None: one for each core.
+        is_at_start: This process has imported and done nothing else: it is copied at once, so that
+            the copies are ready when there is work, and nothing is imported twice.
+
+    Returns:
+        A context that ends the processes.
+    """
+    crew = Crew(do_job)
+    count = default_workers() if workers is None else workers
+    if is_at_start and count > 1:
+        crew.copy_program(count)
+    return crew
+
+
 def train_all(
-    jobs: Sequence[Job], workers: int, on_steps: OnSteps, retries: int = RETRIES
+    jobs: Sequence[Job], workers: int, on_steps: OnSteps, retries: int, crew: Crew
 ) -> Iterator[Result]:
     """Train cells, at most ``workers`` at a time, and yield each result as it is there.
 
     Args:
-        jobs: Settings, cell and folder of each training.
+        jobs: Settings, cell and folder of each training, and what is to be timed.
         workers: Number of processes; 1 trains in this one, whose death nothing survives.
         on_steps: Told how many more steps have been done, a few times a second.
         retries: How often a training whose process died is begun again.
+        crew: The processes.
 
     Yields:
         One result a job, in the order of ending: its value is the record, or None where every
         attempt died.
     """
     if workers == 1:
-        yield from run_here(jobs, train_job, on_steps, retries)
+        yield from run_here(jobs, do_job, on_steps, retries)
     else:
-        yield from run_in_processes(jobs, train_job, workers, on_steps, retries)
+        yield from crew.do(jobs, workers, on_steps, retries)
 
 
-def train_job(job: Job, report: Report) -> dict[str, Any]:
+def do_job(job: Job, report: Report) -> dict[str, Any]:
+    """Do what a job says.
+
+    Args:
+        job: A training, or steps to be timed.
+        report: Called after each step of a training.
+
+    Returns:
+        The training's record, or ``times`` as ``step_times`` gives them with ``clock_s``.
+    """
+    if not isinstance(job, StepTiming):
+        return train_job(job, report)
+    begun = time.perf_counter()
+    times = step_times(loaded_task(job.settings), job.variants)
+    return {"times": times, "clock_s": {"step_timing": time.perf_counter() - begun}}
+
+
+def train_job(job: tuple[Training, Cell, Path], report: Report) -> dict[str, Any]:
     """Train one cell on one thread.
 
     Args:

@@ -1,9 +1,19 @@
 """What is known of two trained models shows in their diagnosis; records/ has all of it."""
 
+import copy
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from levelhead.diagnose import diagnose
+from levelhead.diagnose_command_models import trained
+from levelhead.harness.config import Cell
+from levelhead.harness.tasks import make_task, resolve_task
+from levelhead.modes import one_thread
+from levelhead.monitor import Monitor
+from levelhead.sites.find import find_attention
 from trained_models import (
     PROSE,
     SENTENCES,
@@ -16,6 +26,50 @@ from trained_models import (
 )
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def byte_gpt():
+    """The small GPT of a comparison, as the embedded demo trains it; its batch and its alerts."""
+    task = resolve_task("topics", {"gpt": {}})
+    cell = Cell(task=task.name, variant="softmax", init="default", seed=2)
+    with one_thread():
+        model = trained(make_task(task), cell)
+    batch = next(make_task(task).batches(0))[0]
+    return model.eval(), batch
+
+
+COLLAPSES = {"saturated_softmax", "entropy_collapse"}
+
+
+def test_a_healthy_trained_byte_gpt_is_called_healthy(byte_gpt):
+    """Its scores spread as far as those of frozen Gaussian rows do, but its rows still learn."""
+    model, batch = byte_gpt
+    found = diagnose(model, batch, jacobian_tokens=0)
+    spread = [r.value for r in found.records if r.metric == "score_std_q50"]
+    assert max(spread) > math.sqrt(2 * math.log(batch.shape[1]))  # random energy model
+    assert found.findings == []
+    assert found.verdict.startswith("Healthy")
+
+
+@torch.no_grad()
+def test_its_collapsed_twin_is_called_ill_by_diagnosis_and_monitor(byte_gpt, tmp_path):
+    model, batch = copy.deepcopy(byte_gpt[0]), byte_gpt[1]
+    attn = find_attention(model)[1]
+    weights = attn.read()
+    attn.write(replace(weights, q_weight=12 * weights.q_weight))
+    found = diagnose(model, batch, jacobian_tokens=0)
+    assert {f.kind for f in found.findings if f.layer == attn.name} >= COLLAPSES
+    told = {}
+    for name, watched in (("healthy", byte_gpt[0]), ("ill", model)):
+        with Monitor(watched, every=1, jsonl=tmp_path / name, auto_step=False) as monitor:
+            with torch.enable_grad():
+                watched(batch)
+            monitor.end_step()
+        told[name] = {(alert.kind, alert.layer) for alert in monitor.alerts}
+    assert told["healthy"] == set()
+    assert ("entropy_collapse", attn.name) in told["ill"]
+
 
 INDUCTION_HEADS = {
     ("model.decoder.layers.1.self_attn", 5),

@@ -251,7 +251,7 @@ def test_names_of_metrics_are_read(metric, key, statistic):
 def test_every_measure_of_a_diagnosis_has_words_and_a_family():
     names = [f"{name}_{s}" for name, taken in ROWS.items() for s in taken]
     names += [f"theta_lower_{s}" for s in THETA] + [f"{name}_q" for name in SPECTRUM]
-    names += ["head_similarity_max", "output_share", "raw_score_max", "freezing_q50"]
+    names += ["head_similarity_max", "output_share", "raw_score_max"]
     for name in names:
         assert quantity_of(name).words, name
     assert {entry.family for entry in QUANTITIES} <= set(FAMILIES)

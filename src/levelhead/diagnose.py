@@ -239,9 +239,6 @@ def _derived(
     by_name = {site.name: site for site in sites}
     for record in records:
         site, seen = by_name[record.layer], rows[record.layer]
-        if record.metric == "score_std_q50" and seen.num_keys > 1:
-            freezing = record.value / math.sqrt(2 * math.log(seen.num_keys))
-            yield Record(site.name, site.layer_idx, record.head, "freezing_q50", freezing, "")
         if record.metric == "raw_score_max" and seen.dtype:
             largest = torch.finfo(getattr(torch, seen.dtype)).max
             share = record.value / largest

@@ -11,8 +11,9 @@ LAYERS = dict[str, dict[str, dict[int, float]]]
 
 FEW_KEYS = 16
 """Shorter rows are uniform at 1 / keys, which looks like a sink."""
-CONCENTRATED = 0.5
-"""Share of the possible entropy that a frozen row of Gaussian scores stays below."""
+LIVE_THETA, DEAD_THETA = 0.5, 0.1
+"""Of the sensitivity that a row can have: the largest weight is 0.854 and 0.974 there."""
+FROZEN_P_MAX = (1 + (1 - LIVE_THETA) ** 0.5) / 2  # theta = 4 p (1 - p)
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class Rule:
         severity: Of the finding.
         metric: The number that is looked at.
         threshold: What it is compared with.
-        per: "head": each head by itself; "median": the median over a layer's heads; "layer": the
-            layer's own number.
+        per: "head": each head by itself; "median": the median over a layer's heads, so that most
+            of them must be ill; "layer": the layer's own number.
         is_low: Whether numbers below the threshold are unhealthy, not those above.
         source: Where the threshold comes from.
         meaning: What it means.
@@ -51,10 +52,14 @@ def _has_enough_keys(layer: dict[str, dict[int, float]]) -> bool:
     return layer.get("num_keys", {}).get(WHOLE_LAYER, 0) >= FEW_KEYS
 
 
-def _is_concentrated(layer: dict[str, dict[int, float]]) -> bool:
-    """A fill of -100 in place of a mask spreads scores without concentrating the weights."""
-    entropies = sorted(layer.get("normalized_entropy_mean", {}).values())
-    return bool(entropies) and entropies[len(entropies) // 2] <= CONCENTRATED
+def _is_frozen(layer: dict[str, dict[int, float]]) -> bool:
+    """Whether most rows rest on one key: a long row may rightly choose a few of many.
+
+    That lowers entropy over ln(keys) as well. Asked of the largest weight, which a monitor
+    measures too; where it is unknown, nothing is said.
+    """
+    largest = layer.get("p_max_mean", {})
+    return bool(largest) and _healthier_middle(largest, is_low=False) >= FROZEN_P_MAX
 
 
 def _scale_cause(layer: dict[str, dict[int, float]]) -> str:
@@ -69,9 +74,9 @@ def _scale_cause(layer: dict[str, dict[int, float]]) -> str:
 HALF_MAX = 65504.0  # torch.finfo(torch.float16).max
 HALF_EPS = 2.0**-10  # torch.finfo(torch.float16).eps
 
-_FREEZING = (
-    "score_std / sqrt(2 ln keys) = 1 is where a row of Gaussian scores freezes onto few keys "
-    "(random energy model, Derrida 1981)"
+_THETA = (
+    "theta of a row, at most 1, bounded from above (measures.md); the number is this library's: "
+    "no layer of four healthy trained models is below 0.7"
 )
 _LOWER_SCALE = (
     "restore scale = 1/sqrt(head_dim); or bound the scores: levelhead.convert(model, 'qknorm') or "
@@ -127,25 +132,28 @@ RULES: tuple[Rule, ...] = (
         _BOUND_SCORES,
     ),
     Rule(
-        "saturated_softmax", "severe", "freezing_q50", 3.0, "median",
-        _FREEZING + "; 3 times that leaves no gradient in nearly all rows (this library)",
-        "saturated: half of the heads' rows are one-hot and pass almost no gradient",
-        _LOWER_SCALE, applies=_is_concentrated, cause=_scale_cause,
+        "saturated_softmax", "severe", "theta_upper_q50", DEAD_THETA, "median",
+        _THETA,
+        "saturated: in most heads half of the rows pass less than a tenth of the gradient that a "
+        "row can pass",
+        _LOWER_SCALE, is_low=True, cause=_scale_cause,
     ),
     Rule(
-        "saturated_softmax", "warning", "freezing_q50", 1.0, "median",
-        _FREEZING,
-        "saturated: the scores of half of the heads are spread so far that few keys take all",
-        _LOWER_SCALE, applies=_is_concentrated, cause=_scale_cause,
+        "saturated_softmax", "warning", "theta_upper_q50", LIVE_THETA, "median",
+        _THETA + ", the collapsed scores of a public report have 0.11",
+        "saturated: in most heads half of the rows pass less than half of the gradient that a row "
+        "can pass",
+        _LOWER_SCALE, is_low=True, cause=_scale_cause,
     ),
     Rule(
         "entropy_collapse", "warning", "normalized_entropy_mean", 0.1, "median",
         "phenomenon: Zhai et al. 2023 (arXiv 2303.06296); the number is this library's: the "
-        "collapsed scores of a public report have 0.06, their healthy twins 0.9",
-        "entropy collapse: the rows of half of the heads hold less than a tenth of the entropy "
-        "that their keys allow",
+        "collapsed scores of a public report have 0.06, their healthy twins 0.9. Asked only where "
+        "the mean largest weight of most heads is 0.854 or more (theta <= 0.5)",
+        "entropy collapse: the rows of most heads hold less than a tenth of the entropy that "
+        "their keys allow",
         "levelhead.convert(model, 'sigma_reparam') or 'qknorm'; warm up longer",
-        is_low=True,
+        is_low=True, applies=_is_frozen,
     ),
     Rule(
         "sink", "note", "sink_mass_mean", 0.3, "head",
@@ -250,8 +258,15 @@ def _values(rule: Rule, by_head: dict[int, float]) -> dict[int, float]:
     heads = {head: value for head, value in by_head.items() if head != WHOLE_LAYER}
     if rule.per == "head":
         return heads
-    known = sorted(value for value in heads.values() if not math.isnan(value))
-    return {WHOLE_LAYER: known[len(known) // 2]} if known else {}
+    return {WHOLE_LAYER: _healthier_middle(heads, rule.is_low)}
+
+
+def _healthier_middle(by_head: dict[int, float], is_low: bool) -> float:
+    """The median; of an even number of heads the healthier one: most of them must be ill."""
+    known = sorted(value for value in by_head.values() if not math.isnan(value))
+    if not known:
+        return math.nan
+    return known[len(known) // 2] if is_low else known[(len(known) - 1) // 2]
 
 
 def _is_ill(rule: Rule, value: float) -> bool:

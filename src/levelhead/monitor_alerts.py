@@ -19,7 +19,11 @@ ENOUGH = 32
 FAR_ABOVE_START = 10.0
 """A loss ten times its first value has lost more than it had learned; the number is this
 library's. It speaks where a spike cannot yet: sixteen steps say what is usual."""
-JUDGED = {"score_max": "score_max_max", "normalized_entropy": "normalized_entropy_mean"}
+JUDGED = {
+    "score_max": "score_max_max",
+    "normalized_entropy": "normalized_entropy_mean",
+    "p_max": "p_max_mean",
+}
 """Metrics of a step that the table of findings knows."""
 
 

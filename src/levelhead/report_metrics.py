@@ -124,13 +124,6 @@ QUANTITIES = (
         words="What the dtype of the product must be able to hold.", is_log=True,
     ),
     Quantity(
-        key="freezing", label="freezing of the scores", family="scores",
-        equation="std_s(scores) / sqrt(2 ln num_{keys})",
-        words="From 1 on, Gaussian scores freeze a row onto few keys (random energy model, "
-        "Derrida 1981); far above it no gradient is left.",
-        is_log=True,
-    ),
-    Quantity(
         key="overflow", label="share of the dtype's range", family="scores",
         equation="max_s |q . k_s| / max(dtype)",
         words="At 1 the product of query and key overflows.", is_log=True,

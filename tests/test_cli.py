@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from levelhead import cli, exits
@@ -323,3 +324,62 @@ def test_a_real_write_error_in_the_middle_is_one_line(tmp_path):
     whole = (tmp_path / "here" / "cells.jsonl").read_bytes()
     assert whole.endswith(b"\n")
     assert all(json.loads(line)["final"] for line in whole.splitlines())
+
+
+def test_a_recipes_comparison_gives_the_numbers_of_its_trainings(run, tmp_path):
+    changes = [
+        "training.steps=3", "training.warmup_steps=1", "training.batch_size=4",
+        "evaluation.max_samples=8", "evaluation.theta_rows=0",
+    ]  # fmt: skip
+    settings = [part for change in changes for part in ("--set", change)]
+    code, out, err = run(
+        "compare", "--recipe", "theta_pre_ln", *settings, "--variants", "quest", "--seeds", "2",
+        "--workers", "1", "--out", "grid", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    (task,) = json.loads(out)["tasks"]
+    assert (task["steps"], task["metric"]) == (3, "perplexity")
+    assert [row["variant"] for row in task["rows"]] == ["softmax", "quest"]
+    assert any("--learning-rates" in sentence for sentence in task["reading"])
+    code, out, err = run(
+        "train", "theta_pre_ln", *changes, "--small", "--variant", "quest", "--seed", "1",
+        "--out", "alone", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    assert task["rows"][1]["values"][1] == json.loads(out)["final"]["perplexity"]
+    config = yaml.safe_load((tmp_path / "grid" / "config.yaml").read_text())
+    recipe = config["settings"]["tasks"][0]["recipe"]
+    assert (recipe["name"], recipe["form"]) == ("synthetic/theta_pre_ln", "small")
+    assert any(change.startswith("training.steps=3 (") for change in recipe["changed"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "theta_pre_nl"], "got 'theta_pre_nl'; valid: synthetic/theta_pre_ln"),
+        (
+            ["--recipe", "theta_pre_ln", "--form", "tiny"],
+            "unknown form 'tiny'; known: full",
+        ),
+        (["--recipe", "theta_pre_ln", "--set", "training.stepps=3"], "key training.stepps; known"),
+        (["--recipe", "theta_pre_ln", "--data", "digits"], "got --data as well; valid: --set"),
+        (["--set", "training.steps=3"], "--set changes a --recipe"),
+        (["--seeds", "0"], "Invalid value for '--seeds'"),
+        (["--workers", "none"], "Invalid value for '--workers'"),
+    ],
+)
+def test_a_recipes_bad_input_is_one_line_and_exit_code_2(run, arguments, words):
+    code, out, err = run("compare", *arguments)
+    assert (code, out) == (2, "")
+    assert words in last_line(err)
+    assert last_line(err).startswith("levelhead: ")
+
+
+def test_no_command_shows_the_help(run):
+    code, out, err = run()
+    assert code == 2
+    assert "Usage: levelhead" in out + err
+    assert "compare" in out + err
+    code, _, err = run("compair")
+    assert code == 2
+    assert last_line(err).startswith("levelhead: No such command 'compair'")

@@ -67,7 +67,11 @@ def test_diagnose_and_report_read_what_was_trained(tmp_path, capsys):
         (["--small", "--init", "zeros"], "unknown initializer 'zeros'"),
         (["--small", "--tracker", "mlfow"], "unknown tracker 'mlfow'"),
         (["--small", "--shard", "--steps", "1"], "sharding needs several processes"),
-        (["no_such_recipe"], "no_such_recipe"),
+        (["no_such_recipe"], "got 'no_such_recipe'; valid: language/affine_0_5b, "),
+        (["vit_b_imagnet"], "got 'vit_b_imagnet'; valid: vision/vit_b_imagenet"),
+        (["--small", "--steps", "0"], "Invalid value for '--steps'"),
+        (["--small", "--seed", "-1"], "Invalid value for '--seed'"),
+        (["--small", "--sed", "1"], "No such option"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsys):
@@ -75,6 +79,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words, tmp_path, capsy
     line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("levelhead: ")
     assert words in line
+    assert "\u2500" not in line  # no frame around it
     assert not (tmp_path / "run").exists()
 
 
@@ -122,3 +127,86 @@ def test_torchrun_starts_it_on_two_processes(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout)["num_processes"] == 2
+
+
+def test_a_folder_is_looked_at_before_the_model_is_built(tmp_path, capsys, monkeypatch):
+    """--resume is advised where it would go on, and nowhere else."""
+    out = tmp_path / "run"
+    assert levelhead("train", *TINY, "--steps", 2, "--out", out) == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+
+    def must_not_build(*arguments):
+        raise AssertionError("built")
+
+    monkeypatch.setattr("levelhead.harness.engine.engine.start_model", must_not_build)
+    capsys.readouterr()
+
+    def said(*arguments):
+        assert levelhead("train", *TINY, *arguments) == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    same = said("--steps", 2, "--out", out)
+    assert same.endswith("valid: --resume, to go on with it, or another --out")
+    for resume in ((), ("--resume",)):
+        other = said("--steps", 3, "--out", out, *resume)
+        assert "holds another training: steps was 2, not 3" in other
+        foreign = said("--steps", 2, "--out", tmp_path / "other", *resume)
+        assert ("a folder with other files; valid: another --out" in foreign) == (not resume)
+        assert ("must hold the config.yaml of a training, got none" in foreign) == bool(resume)
+        assert "--resume" not in other + foreign
+
+
+def test_a_tracker_without_a_login_is_one_line_and_leaves_no_training(tmp_path):
+    pytest.importorskip("wandb", reason="needs wandb")
+    out = tmp_path / "run"
+    command = [
+        sys.executable, "-c", "import sys; from levelhead.cli import main; sys.exit(main())",
+        "train", *TINY, "--steps", "2", "--tracker", "wandb", "--out", str(out),
+    ]  # fmt: skip
+    nobody = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, cwd=tmp_path,
+        env=nobody | {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")},
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr[-2000:]
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("levelhead: W&B cannot start: ")
+    assert line.endswith("WANDB_API_KEY=KEY, WANDB_MODE=offline, or no --tracker wandb")
+    assert not (out / "config.yaml").exists()
+
+
+RECIPE = [
+    "theta_pre_ln", "--small", "training.steps=5", "training.warmup_steps=1",
+    "training.batch_size=4", "evaluation.max_samples=8", "evaluation.theta_rows=0",
+    "--variant", "affine", "--micro-batch-size", "2", "--json",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_accelerate_starts_a_recipe_on_two_processes_with_the_numbers_of_one(
+    tmp_path, capsys, free_port
+):
+    scripts = Path(sys.executable).parent
+    launcher = [
+        str(scripts / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2",
+        "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+        "--main_process_port", str(free_port), "--no_python",
+    ]  # fmt: skip
+    command = [*launcher, str(scripts / "levelhead"), "train", *RECIPE, "--out", tmp_path / "two"]
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    two = json.loads(done.stdout)
+    assert levelhead("train", *RECIPE, "--out", tmp_path / "one") == 0
+    one = json.loads(capsys.readouterr().out)
+    assert (one["num_processes"], two["num_processes"]) == (1, 2)
+    assert one["hash"] == two["hash"]
+    assert two["curve"]["train_loss_nats"] == pytest.approx(
+        one["curve"]["train_loss_nats"], rel=1e-4
+    )
+    assert len(set(one["curve"]["train_loss_nats"])) == 5
+    for name, value in one["final"].items():
+        assert two["final"][name] == pytest.approx(value, rel=1e-3), name

@@ -7,7 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from levelhead.exits import INTERRUPTED, explain
+from levelhead.exits import BAD_INPUT, INTERRUPTED, explain
+
+NO_ARGUMENTS = "NoArgsIsHelpError"  # of click or of typer's own copy: its message is the help
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the program's name; those of the process by default.
 
     Returns:
-        The exit code, where the command did not exit by itself.
+        The exit code.
 
     Raises:
         Exception: Whatever went wrong, when debugging.
@@ -26,8 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from levelhead.commands import Start, app
 
-        app(args=given, prog_name="levelhead", obj=Start(is_program=arguments is None))
+        start = Start(is_program=arguments is None)
+        code = app(args=given, prog_name="levelhead", obj=start, standalone_mode=False)
     except Exception as error:
+        if type(error).__name__ == NO_ARGUMENTS:
+            error.show()  # pyright: ignore[reportAttributeAccessIssue]
+            return BAD_INPUT
         if "--debug" in given or os.environ.get("LEVELHEAD_DEBUG"):
             raise
         code, line = explain(error)
@@ -36,4 +42,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("levelhead: stopped", file=sys.stderr)
         return INTERRUPTED
-    return 0
+    return code if isinstance(code, int) else 0

@@ -19,6 +19,8 @@ def explain(error: Exception) -> tuple[int, str]:
     Returns:
         Exit code and line.
     """
+    if hasattr(error, "format_message"):  # of the command line: click's, or typer's own copy of it
+        return BAD_INPUT, " ".join(error.format_message().split())  # pyright: ignore
     if isinstance(error, ModuleNotFoundError) and error.name:
         return BAD_INPUT, f"{error.name} is not installed: {CLI_INSTALL}"
     if isinstance(error, OSError) and error.strerror:

@@ -3,6 +3,8 @@
 import io
 import logging
 import pickle
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -11,10 +13,13 @@ from PIL import Image
 from samples import image_folder, jpeg, shard
 from torch import nn
 
+from levelhead.harness.config import Cell
 from levelhead.harness.order import order
 from levelhead.harness.recipe import load_recipe
 from levelhead.harness.recipe_tasks import make_recipe_task
+from levelhead.harness.train import start_model
 from levelhead.harness.vision.samples import seeded
+from levelhead.harness.vision.shard_names import expand_braces
 from levelhead.harness.vision.shards import index_shards
 
 VIT = "vision/vit_b_imagenet"
@@ -190,6 +195,18 @@ def test_weights_start_a_fine_tuning_but_for_the_head(tmp_path):
         small_task("model.weights=x.safetensors", name="transfer_cifar10").start("softmax", 0)
 
 
+def test_an_init_that_would_overwrite_trained_weights_is_refused(tmp_path):
+    task = small_task("model.weights=vit.safetensors", name="transfer_cifar10")
+    cell = Cell(task=task.settings.name, variant="softmax", init="conditioned", seed=0)
+    words = "init must be default where .* got init=conditioned, which would overwrite those of"
+    with pytest.raises(ValueError, match=words):
+        start_model(task, cell)
+    with pytest.raises(FileNotFoundError, match=r"no vit\.safetensors"):  # it goes on to load them
+        start_model(task, cell.model_copy(update={"init": "default"}))
+    plain = small_task(name="transfer_cifar10")
+    assert start_model(plain, cell) is not None
+
+
 def test_a_missing_folder_is_told_with_the_command(tmp_path):
     words = (
         r"no folder .*train: .*ILSVRC2012_img_train\.tar.* and run python -c \"from torchvision"
@@ -305,6 +322,42 @@ def test_a_truncated_shard_is_refused_above_1_percent(tmp_path, kept):
     with pytest.raises(ValueError, match="at most 1% of the samples may be lost .* got about|"
                        "must hold the data.num_train=50"):  # fmt: skip
         take(shard_task(tmp_path, num_train=50))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a-{0..3}.tar", ["a-0.tar", "a-1.tar", "a-2.tar", "a-3.tar"]),
+        ("a-{008..010}.tar", ["a-008.tar", "a-009.tar", "a-010.tar"]),
+        ("a-{8..10}", ["a-8", "a-9", "a-10"]),
+        ("{0..6..3}", ["0", "3", "6"]),
+        ("{2..0}", ["2", "1", "0"]),
+        ("{train,val}-{0..1}", ["train-0", "train-1", "val-0", "val-1"]),
+        ("{a,b{1..2}}", ["a", "b1", "b2"]),
+        ("{a,}x", ["ax", "x"]),
+        ("{a}.tar", ["{a}.tar"]),
+        ("a-*.tar", ["a-*.tar"]),
+    ],
+)
+def test_braces_are_those_of_a_shell(pattern, names):
+    assert expand_braces(pattern) == names
+    if shutil.which("bash"):
+        said = subprocess.check_output(["bash", "-fc", f"echo {pattern}"], text=True)
+        assert said.split() == names
+
+
+def test_shards_by_braces_are_those_by_wildcards_and_none_may_be_missing(tmp_path):
+    for number in range(3):
+        shard(tmp_path / f"train-{number:05d}.tar", first=4 * number)
+    by_wildcard = index_shards(f"{tmp_path}/train-*.tar")
+    assert len(by_wildcard.samples) == 12
+    assert index_shards(f"{tmp_path}/train-{{00000..00002}}.tar") == by_wildcard
+    assert index_shards(f"{tmp_path}/train-{{00000,0000[12]}}.tar") == by_wildcard
+    words = r"2 of the 5 shards that .* names are missing: .*train-00003\.tar, .*train-00004\.tar$"
+    with pytest.raises(FileNotFoundError, match=words):
+        index_shards(f"{tmp_path}/train-{{00000..00004}}.tar")
+    with pytest.raises(FileNotFoundError, match="no shard matches .*test-{0..9}"):
+        index_shards(f"{tmp_path}/test-{{0..9}}.tar")
 
 
 def test_empty_and_missing_shards(tmp_path):

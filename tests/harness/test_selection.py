@@ -14,7 +14,10 @@ from levelhead.harness.config import (
     cells,
     selection_cells,
 )
-from levelhead.harness.selection import Tried, choose, held_out
+from levelhead.harness.reading import _rate_sentences
+from levelhead.harness.recipe import load_recipe
+from levelhead.harness.recipe_tasks import make_recipe_task
+from levelhead.harness.selection import Tried, can_hold_out, choose, held_out
 from levelhead.harness.tasks import (
     ImageClassification,
     LanguageModelling,
@@ -150,6 +153,56 @@ def test_data_that_cannot_be_split_are_refused_with_the_way_out():
 
     with pytest.raises(ValueError, match=r"can be split, got digits; valid: a single learn"):
         held_out(Other())  # type: ignore[arg-type]
+
+
+def recipe_task(name, *overrides):
+    return make_recipe_task(load_recipe(name, "small", overrides))
+
+
+def test_the_validation_windows_of_a_recipes_text_are_the_end_of_its_training_text():
+    task = recipe_task("theta_pre_ln", "evaluation.max_samples=8", "evaluation.theta_rows=0")
+    split = held_out(task)
+    kept, choosing = split.train_windows.tokens, split.test_windows.tokens
+    assert torch.equal(torch.cat([kept, choosing]), task.train_windows.tokens)
+    assert len(choosing) == pytest.approx(0.2 * len(task.train_windows.tokens), abs=1)
+    assert split.train_windows.length == split.test_windows.length == task.length
+    before = task.test_windows.tokens
+    assert not torch.equal(before, choosing)
+    batch = next(split.batches(seed=0))
+    assert batch[0].shape == (task.settings.batch_size, task.length)
+    model = task.start("softmax", 0)
+    assert split.evaluate(model) != task.evaluate(model)
+    assert task.test_windows.tokens is before  # the task itself is left alone
+
+
+STREAM = (
+    "data.kind=text_files", "data.train=a.txt", "data.test=a.txt", "data.streaming=true",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "expected"),
+    [
+        ("theta_pre_ln", (), True),
+        ("vit_t_cifar10", (), True),
+        ("quest_retrieval", (), False),
+        ("gpt2_tinystories", STREAM, False),
+    ],
+)
+def test_rates_are_advised_only_where_they_can_be_chosen(name, overrides, expected):
+    task = recipe_task(name, *overrides)
+    assert can_hold_out(task) == expected
+    summary = {
+        "learning_rates": [], "steps": 3, "rows": [{"learning_rate": 0.01}],
+        "can_choose_rates": can_hold_out(task),
+    }  # fmt: skip
+    (sentence,) = _rate_sentences(summary)
+    assert sentence.startswith("One learning rate (0.01) and 3 steps for all: a variant may do")
+    assert ("--learning-rates 0.003 0.01 0.03" in sentence) == expected
+    assert ("no part to choose one by" in sentence) == (not expected)
+    if not expected:
+        with pytest.raises(ValueError, match="valid: a single learning rate"):
+            held_out(task)
 
 
 def test_a_cell_gets_its_rate_and_its_part_and_leaves_the_task_alone():

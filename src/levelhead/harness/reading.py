@@ -206,10 +206,12 @@ def _rate_sentences(summary: Mapping[str, Any]) -> list[str]:
         ]
     rate = summary["rows"][0]["learning_rate"]
     tries = " ".join(f"{factor * rate:g}" for factor in (0.3, 1, 3))
-    return [
-        f"One learning rate ({rate:g}) and {steps} for all: a variant may do better with its "
-        f"own; --learning-rates {tries} gives each row its own."
-    ]
+    said = (
+        f"One learning rate ({rate:g}) and {steps} for all: a variant may do better with its own"
+    )
+    if not summary.get("can_choose_rates", True):
+        return [f"{said}; these training data have no part to choose one by."]
+    return [f"{said}; --learning-rates {tries} gives each row its own."]
 
 
 def _version_sentences(num_versions: int) -> list[str]:

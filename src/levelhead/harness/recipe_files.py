@@ -12,6 +12,7 @@ deviations: {full: [...], small: [...]}
 import copy
 import re
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from levelhead.shapes import require
 ROOT = Path(__file__).parent / "recipes"
 HEAD = ("title", "rows", "variants", "inits")
 KEYS = (*HEAD, "extends", "full", "small", "deviations")
+NEAR = 0.75  # of 1, by difflib's ratio; unrelated recipes of one family come to about 0.7
 MAX_BYTES = 100_000  # a recipe is a page or two
 
 RIVALS: dict[tuple[str, ...], tuple[str, ...]] = {
@@ -202,9 +204,15 @@ def _find(name_or_path: str | Path) -> Path:
         len(matching) == 1,
         "a recipe must be one of those that `levelhead list recipes` shows, or a .yaml file",
         f"{name!r}" + (f", which may be {' or '.join(matching)}" if matching else ""),
-        ", ".join(names),
+        ", ".join(_near(name, names) or names),
     )
     return ROOT / f"{matching[0]}.yaml"
+
+
+def _near(name: str, names: Iterable[str]) -> list[str]:
+    """The names that a name with a slip of the hand most likely means."""
+    by_end = {known if "/" in name else known.rpartition("/")[2]: known for known in names}
+    return [by_end[end] for end in get_close_matches(name.lower(), by_end, cutoff=NEAR)]
 
 
 def _find_base(path: Path, name: Any) -> Path:

@@ -146,7 +146,7 @@ class Shards(Part):
 
     kind: Literal["shards"]
     train: str
-    """Pattern of the training shards: ``/data/imagenet/train-*.tar``."""
+    """Pattern of the training shards: ``/data/imagenet/train-{0000..1023}.tar`` or ``*``."""
     test: str
     num_classes: Count
     num_train: Count

@@ -167,6 +167,18 @@ def chosen_rates(
     }
 
 
+def can_hold_out(task: Task) -> bool:
+    """Say whether a part of a task's training data can be kept to choose by.
+
+    Args:
+        task: Any.
+
+    Returns:
+        False for a text that streams, for the retrieval task, and for tasks of other kinds.
+    """
+    return any(is_such(task) for is_such, _ in SPLITS)
+
+
 def held_out(task: Task) -> Task:
     """Return a task that trains on four fifths of the training data and is measured on the rest.
 
@@ -278,7 +290,7 @@ SPLITS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Task]], ...] = (
         lambda task: isinstance(getattr(task, "data", None), TextData),
         lambda task: _with_data(task, _split_text(task.data)),
     ),
-    (lambda task: hasattr(task, "test_source"), _split_source),
-    (lambda task: hasattr(task, "test_windows") and not task._is_stream, _split_windows),
+    (lambda task: hasattr(type(task), "test_source"), _split_source),
+    (lambda task: hasattr(type(task), "test_windows") and not task._is_stream, _split_windows),
 )
 """Which tasks can be split, and how."""

@@ -8,7 +8,7 @@ from typing import Any
 from levelhead.harness.config import BASELINE, CompareSettings, Row, cells
 from levelhead.harness.reading import SIGNIFICANT, read_task
 from levelhead.harness.runs import VERSIONS
-from levelhead.harness.selection import Choice, chosen_rates
+from levelhead.harness.selection import Choice, can_hold_out, chosen_rates
 from levelhead.harness.statistics import PairedDifference, holm, paired_difference
 from levelhead.harness.tasks import Metric, Task
 
@@ -72,6 +72,7 @@ def _task_values(task: Task, settings: CompareSettings) -> dict[str, Any]:
         "learning_rate": task.settings.learning_rate,
         "learning_rates": list(settings.learning_rates),
         "num_selection_seeds": settings.selection_seeds,
+        "can_choose_rates": can_hold_out(task),
         "metric": task.metric.name,
         "unit": task.metric.unit,
         "label": task.metric.label,

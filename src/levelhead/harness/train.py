@@ -17,6 +17,7 @@ from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
 from levelhead.initialize import initialize_
 from levelhead.modes import one_thread
+from levelhead.shapes import require
 
 NUM_EVALUATIONS = 3
 NUM_CURVE_POINTS = 60
@@ -67,8 +68,15 @@ def start_model(task: Task, cell: Cell) -> nn.Module:
         The model before its first step.
 
     Raises:
-        ValueError: A variant or an init that does not exist or does not fit.
+        ValueError: A variant or an init that does not exist or does not fit, or an init that would
+            overwrite the weights that a recipe starts from.
     """
+    weights = getattr(task.settings, "recipe", {}).get("model", {}).get("weights")
+    require(
+        weights is None or cell.init == "default",
+        "init must be default where a recipe starts from the weights of another training",
+        f"init={cell.init}, which would overwrite those of model.weights={weights}",
+    )
     model = task.start(cell.variant, cell.seed)
     generator = torch.Generator().manual_seed(named_seed(cell.seed, "init"))
     initialize_(model, cell.init, generator=generator)

@@ -82,6 +82,7 @@ def train(
     """
     options = options or EngineOptions()
     check_trackers(options.trackers)
+    check_folder(folder, task.settings, cell, options.resume)
     with forked_random():
         model = start_model(task, cell)
     names = block_names(model) if options.shard else ()
@@ -91,16 +92,16 @@ def train(
     largest = options.micro_batch_size or settings.micro_batch_size
     split = split_batch(settings.batch_size, largest, num_ranks, accelerator.process_index)
     config = training_config(settings, cell, num_ranks)
-    check_folder(folder, config, options.resume)
     accelerator.wait_for_everyone()
     with ExitStack() as stack:
         stack.enter_context(forked_random())
         if accelerator.is_main_process:
             run = RunFolder(folder)
             stack.enter_context(run.held())
+        start_trackers(accelerator, PROJECT, config)  # may refuse: before anything is written
+        if accelerator.is_main_process:
             write_config(folder, config)
         accelerator.wait_for_everyone()
-        start_trackers(accelerator, PROJECT, config)
         training = ModelInTraining(task, model, accelerator, split)
         return _Engine(training, cell, folder, options, on_event).run(stack)
 

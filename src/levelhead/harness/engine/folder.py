@@ -74,24 +74,30 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is missing, broken, or of something else.
     """
-    path = folder / CONFIG
-    try:
-        config = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        config = None
-    is_training = isinstance(config, dict) and {"settings", "training"} <= set(config)
-    require(is_training, f"{folder} must hold the {CONFIG} of a training", "none",
+    config = _config(folder)
+    require(config is not None, f"{folder} must hold the {CONFIG} of a training", "none",
             "what `levelhead train --out FOLDER` wrote")  # fmt: skip
-    assert isinstance(config, dict)
+    assert config is not None
     return config
 
 
-def check_folder(folder: Path, config: Mapping[str, Any], resume: bool) -> None:
-    """Refuse a folder that holds another training, or one that is not to be gone on with.
+def _config(folder: Path) -> dict[str, Any] | None:
+    """Read the config of a training; None where there is none, or one of something else."""
+    try:
+        config = yaml.safe_load((folder / CONFIG).read_text("utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return None
+    is_training = isinstance(config, dict) and {"settings", "training"} <= set(config)
+    return config if is_training else None
+
+
+def check_folder(folder: Path, settings: Training, cell: Cell, resume: bool) -> None:
+    """Refuse a folder that holds something else, or a training that is not to be gone on with.
 
     Args:
         folder: Where to train.
-        config: Of this training.
+        settings: Of the task.
+        cell: Variant, init and seed.
         resume: Whether to go on with what is there.
 
     Raises:
@@ -99,17 +105,26 @@ def check_folder(folder: Path, config: Mapping[str, Any], resume: bool) -> None:
     """
     if not any(folder.glob("*")):
         return
-    require(resume, f"{folder} must be empty for a new training", "a folder with files",
-            "--resume, to go on with the training in it, or another --out")  # fmt: skip
-    before = read_config(folder)
-    if before["training"] != config["training"]:
-        old, new = _flat(before), _flat(config)
+    before = read_config(folder) if resume else _config(folder)
+    require(
+        before is not None,
+        f"{folder} must be empty, or hold a training of `levelhead train`",
+        "a folder with other files",
+        "another --out",
+    )
+    assert before is not None
+    training = {"cell": cell.model_dump(), "hash": training_hash(settings, cell)}
+    if before["training"] != training:
+        old = _flat(before["settings"]["tasks"][0], before["training"]["cell"])
+        new = _flat(settings.model_dump(mode="json"), training["cell"])
         other = [key for key in new | old if old.get(key) != new.get(key)]
         raise ValueError(
             f"{folder} holds another training: "
             + "; ".join(f"{key} was {old.get(key)}, not {new.get(key)}" for key in other[:3])
             + "; go on with the old settings, or give another --out"
         )
+    require(resume, f"{folder} must be empty for a new training", "a folder with this training",
+            "--resume, to go on with it, or another --out")  # fmt: skip
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
@@ -124,9 +139,8 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
         replace_text(folder / CONFIG, text)
 
 
-def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    task = config["settings"]["tasks"][0]
-    return _leaves("", task) | _leaves("cell", config["training"]["cell"])
+def _flat(task: Mapping[str, Any], cell: Mapping[str, Any]) -> dict[str, Any]:
+    return _leaves("", task) | _leaves("cell", cell)
 
 
 def _leaves(path: str, value: Any) -> dict[str, Any]:

@@ -36,9 +36,22 @@ def start_trackers(accelerator: Accelerator, project: str, config: Mapping[str, 
         accelerator: Made with the trackers' names.
         project: How they file the run.
         config: Plain values; those inside others go by dotted names.
+
+    Raises:
+        ValueError: W&B has nobody to log in as.
+        Exception: What else a tracker raises.
     """
-    if accelerator.log_with:
+    if not accelerator.log_with:
+        return
+    try:
         accelerator.init_trackers(project, config=_simple("", config))
+    except Exception as error:
+        if type(error).__module__.split(".")[0] != "wandb":
+            raise
+        raise ValueError(
+            f"W&B cannot start: {error} Valid: `wandb login` before, WANDB_API_KEY=KEY, "
+            "WANDB_MODE=offline, or no --tracker wandb"
+        ) from error
 
 
 def _simple(path: str, value: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import math
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 
+from levelhead.harness.vision.shard_names import shard_paths
 from levelhead.shapes import require
 
 IMAGE_ENDS = ("jpg", "jpeg", "png", "ppm", "webp", "bmp")
@@ -65,21 +65,16 @@ def index_shards(pattern: str) -> ShardIndex:
     """Find the samples of all shards without reading their images.
 
     Args:
-        pattern: Of paths, with ``*``, ``?`` and ``[...]``.
+        pattern: Of paths, as ``shard_paths`` reads it.
 
     Returns:
         The index.
 
     Raises:
-        FileNotFoundError: No file matches.
+        FileNotFoundError: No file matches, or one that is named is missing.
         ValueError: No sample in any shard.
     """
-    paths = sorted(glob(pattern))
-    if not paths:
-        raise FileNotFoundError(
-            f"no shard matches {pattern}: put webdataset .tar files there, in which each sample "
-            "has an image (.jpg, .png, ...) and its label (.cls) under one key"
-        )
+    paths = shard_paths(pattern)
     samples: list[ShardSample] = []
     losses: list[str] = []
     num_lost = 0

@@ -1,4 +1,4 @@
-"""Capped attention on a CPU, block by block, against the reference: output and every gradient."""
+"""Capped attention on a CPU, tile by tile, against the reference: output and every gradient."""
 
 import pytest
 import torch
@@ -9,11 +9,15 @@ from levelhead import capped
 B, H, HKV, T, S, D, DV = 2, 6, 3, 11, 13, 5, 7
 
 
-@pytest.fixture(params=["one block", "many blocks"])
-def _block_size(request, monkeypatch):
-    if request.param == "many blocks":
-        monkeypatch.setattr(capped, "_BLOCK_QUERIES", 3)
-        monkeypatch.setattr(capped, "_BLOCK_BYTES", 3 * 14 * 8 * 4)  # 4 of 6 heads at a time
+@pytest.fixture(params=["one tile", "many tiles"])
+def _tile_size(request, monkeypatch):
+    if request.param == "many tiles":
+        monkeypatch.setattr(capped, "_TILE_QUERIES", 3)
+        monkeypatch.setattr(capped, "_TILE_KEYS", 5)
+        monkeypatch.setattr(capped, "_DIAGONAL_KEYS", 2)
+        heads_at_a_time = 4
+        room = 3 * 5 * 8 * heads_at_a_time
+        monkeypatch.setattr(capped, "_TILE_BYTES", room // torch.get_num_threads())
 
 
 def draw(*shape, dtype=torch.float64):
@@ -39,7 +43,7 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("_block_size")
+@pytest.mark.usefixtures("_tile_size")
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("normaliser", ["softmax", "off_by_one", "sink(start=0.7)"])
 def test_output_and_gradients_are_those_of_the_reference(normaliser, masks):
@@ -70,6 +74,27 @@ def test_float32_is_as_near_to_float64_as_its_scores_allow(cap, size):
     wide = [t.double() for t in (size * query, key, value)]
     error = inner(size * query, key, value, is_causal=True) - inner(*wide, is_causal=True)
     assert error.abs().max() < 1e-5 * value.abs().max()
+
+
+@pytest.mark.usefixtures("_tile_size")
+@pytest.mark.parametrize("normaliser", ["softmax", "sink(start=-300.0)", "sink(start=300.0)"])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 300.0])
+def test_scores_far_from_each_other_and_from_the_cap_keep_their_digits(size, normaliser):
+    """Rows whose every score is at one end of the band, or far outside it by a bias."""
+    inner = lh.InnerAttention(f"soft_cap(cap=80.0) + {normaliser}", embed_dim=H * D, num_heads=H)
+    signs = torch.tensor([1.0, -1.0, 0.0])[:, None].repeat(4, 1)[:T]
+    query, key, value = (torch.randn(B, H, n, D) for n in (T, S, S))
+    query, key = query.abs() * signs * size, key.abs() * size
+    bias = size * torch.randn(1, H, T, S)
+    inputs = [t.requires_grad_() for t in (query, key, value)]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    output = inner(*inputs, attn_bias=bias)
+    expected = lh.reference_attention(inner.double(), *wide, attn_bias=bias.double()).attn_output
+    torch.testing.assert_close(output.double(), expected, rtol=1e-3, atol=1e-4)
+    grad = torch.randn_like(output)
+    found = torch.autograd.grad(output, inputs, grad)
+    for got, want in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
+        assert (got - want).abs().max() <= 1e-3 * max(1.0, want.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """Attention with capped scores on a CPU, where no fused kernel bends scores.
 
-Blocks of scores that stay in the cache of a core, computed once in the forward pass and once more
-in the backward pass; no matrix of scores is kept. With
+Tiles of scores that stay in the caches of the cores, computed once in the forward pass and once
+more in the backward pass; no matrix of scores is kept. With
 
     cap tanh(x / cap) = 2 cap sigmoid(2 x / cap) - cap
 
-the constant drops out of the softmax, and torch's sigmoid takes a fifth of the time of its tanh.
+the constant drops out of the softmax, and torch's sigmoid takes a fifth of the time of its tanh;
+weights are powers of two, which take 0.4 of the time of powers of e.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,9 +21,12 @@ from levelhead.modes import is_transformed
 from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
-_BLOCK_QUERIES = 64
-_BLOCK_BYTES = 2**22
-"""Of one block of scores for each thread: heads enough for threads to share."""
+_TILE_QUERIES = 256
+_TILE_KEYS = 256
+_DIAGONAL_KEYS = 128
+_TILE_BYTES = 3 * 2**19
+"""Of one tile of scores for each thread: heads enough for the threads to share."""
+_LOG2_E = math.log2(math.e)
 _DTYPES = (torch.float32, torch.float64)
 _SCORE_ERROR = 1e-5
 """Scores are rounded as if they were as large as the cap: accepted up to this much."""
@@ -57,99 +62,91 @@ def _is_batched(grad: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Some queries of some heads of one sample, and the keys up to the last that they may see."""
+class _Tile:
+    """Some queries and some keys, of some heads of one sample."""
 
     sample: int
     heads: slice
-    start: int
-    stop: int
-    num_keys: int
+    queries: slice
+    keys: slice
 
-    def rows(self, tensor: Float[Tensor, "B H T D"]) -> Float[Tensor, "h t D"]:
-        """Return the block's queries, or what stands beside them."""
-        return tensor[self.sample, self.heads, self.start : self.stop]
+    def of_queries(self, tensor: Float[Tensor, "B H T *"]) -> Float[Tensor, "h t *"]:
+        """Return the queries' part of a tensor."""
+        return tensor[self.sample, self.heads, self.queries]
 
-    def keys(self, tensor: Float[Tensor, "B H S D"]) -> Float[Tensor, "h s D"]:
-        """Return the block's keys, or what stands beside them."""
-        return tensor[self.sample, self.heads, : self.num_keys]
+    def of_keys(self, tensor: Float[Tensor, "B H S *"]) -> Float[Tensor, "h s *"]:
+        """Return the keys' part of a tensor."""
+        return tensor[self.sample, self.heads, self.keys]
 
-    def cut(self, tensor: Tensor) -> Tensor:
-        """Return the block's part of a mask, whose axes may be of size one."""
-        cuts = (slice(self.sample, self.sample + 1), self.heads, slice(self.start, self.stop),
-                slice(self.num_keys))  # fmt: skip
+    def of_mask(self, tensor: Tensor) -> Tensor:
+        """Return the tile's part of a mask, whose axes may be of size one."""
+        cuts = (slice(self.sample, self.sample + 1), self.heads, self.queries, self.keys)
         sizes = zip(tensor.shape, cuts, strict=True)
         return tensor[tuple(slice(None) if size == 1 else cut for size, cut in sizes)][0]
 
 
 class _Scores:
-    """The scores of a call, block by block, in buffers that are used again."""
+    """The scores of a call, tile by tile, in buffers that are used again.
 
-    def __init__(self, query, key, sink_score, mask: AttentionMask, scale: float, cap: float):
-        self.query, self.key, self.sink_score, self.mask = query, key, sink_score, mask
-        self.scale, self.cap = scale, cap
-        self.future = torch.ones(_BLOCK_QUERIES, _BLOCK_QUERIES, dtype=torch.bool).triu(1)
-        row_bytes = (key.shape[2] + 1) * key.element_size()
-        room = _BLOCK_BYTES * torch.get_num_threads() // (_BLOCK_QUERIES * row_bytes)
-        self.num_heads = max(1, min(query.shape[1], room))
-        self.buffers = query.new_empty(
-            3, self.num_heads * _BLOCK_QUERIES * (key.shape[2] + 1)
-        ).unbind()
+    A level is where a capped score lies in its band, 0 at ``-cap`` and 1 at ``cap``:
+    ``sigmoid(2 scale q k^T / cap)``. With a bias it may lie anywhere; ``slope`` times a
+    difference of levels is a difference of scores, for powers of two.
+    """
 
-    def blocks(self) -> Iterator[_Block]:
-        """Yield all of them."""
+    def __init__(self, query, key, mask: AttentionMask, scale: float, cap: float):
+        self.query, self.key, self.mask = query, key, mask
+        self.to_band, self.cap = 2 * scale / cap, cap
+        self.slope = 2 * cap * _LOG2_E
+        area = min(query.shape[2], _TILE_QUERIES) * min(key.shape[2], _TILE_KEYS)
+        room = _TILE_BYTES * torch.get_num_threads() // query.element_size()
+        self.num_heads = max(1, min(query.shape[1], room // max(1, area)))
+        self.buffers = query.new_empty(3, self.num_heads * area).unbind()
+
+    def tiles(self) -> Iterator[_Tile]:
+        """Yield all tiles in which a query sees a key, those of a query one after the other."""
         batch, num_heads, num_queries, _ = self.query.shape
-        num_keys = self.key.shape[2]
         for sample in range(batch):
-            for head in range(0, num_heads, self.num_heads):
-                heads = slice(head, min(head + self.num_heads, num_heads))
-                for start in range(0, num_queries, _BLOCK_QUERIES):
-                    stop = min(start + _BLOCK_QUERIES, num_queries)
-                    hidden = num_queries - stop if self.mask.is_causal else 0
-                    yield _Block(sample, heads, start, stop, num_keys - hidden)
+            for heads in _cuts(0, num_heads, self.num_heads):
+                for queries in _cuts(0, num_queries, _TILE_QUERIES):
+                    for seen, keys in self._keys(queries):
+                        yield _Tile(sample, heads, seen, keys)
 
-    def buffer(self, number: int, block: _Block, extra: int = 0) -> Tensor:
-        """Return a buffer for the block's scores, with room for extra keys."""
-        shape = (block.heads.stop - block.heads.start, block.stop - block.start)
-        size = shape[0] * shape[1] * (block.num_keys + extra)
-        return self.buffers[number][:size].view(*shape, block.num_keys + extra)
+    def _keys(self, queries: slice) -> Iterator[tuple[slice, slice]]:
+        """Yield keys and which of the queries see one of them; narrow along the diagonal."""
+        if not self.mask.is_causal:
+            yield from ((queries, keys) for keys in _cuts(0, self.mask.num_keys, _TILE_KEYS))
+            return
+        past = self.mask.num_keys - self.mask.num_queries
+        diagonal = past + queries.start
+        yield from ((queries, keys) for keys in _cuts(0, diagonal, _TILE_KEYS))
+        for keys in _cuts(diagonal, past + queries.stop, _DIAGONAL_KEYS):
+            yield slice(keys.start - past, queries.stop), keys
 
-    def sigmoid(self, block: _Block) -> Float[Tensor, "h t s"]:
-        """Return ``sigmoid(2 scale q k^T / cap)``."""
-        rows = block.rows(self.query) * (2 * self.scale / self.cap)
-        found = self.buffer(0, block)
-        return torch.bmm(rows, block.keys(self.key).mT, out=found).sigmoid_()
+    def buffer(self, number: int, tile: _Tile) -> Float[Tensor, "h t s"]:
+        """Return a buffer for a tile."""
+        shape = [cut.stop - cut.start for cut in (tile.heads, tile.queries, tile.keys)]
+        return self.buffers[number][: math.prod(shape)].view(shape)
 
-    def weights(self, block: _Block, sigmoid: Tensor) -> Float[Tensor, "h t s_and_sink"]:
-        """Return the weights, that of the sink last where there is one."""
-        found = self.buffer(1, block, self.sink_score is not None)
-        scores = found[..., : block.num_keys]
-        torch.mul(sigmoid, 2 * self.cap, out=scores)  # all scores, the sink's too, plus cap
-        self._mask(block, scores)
-        if self.sink_score is not None:
-            found[..., -1] = self.sink_score[block.heads, None] + self.cap
-        torch.softmax(found, dim=-1, out=found)
-        if self.sink_score is None and (self.mask.mask is not None or self.mask.bias is not None):
-            found.masked_fill_(self._empty(block), 0.0)
-        return found
+    def levels(self, tile: _Tile) -> Float[Tensor, "h t s"]:
+        """Return the levels of a tile, without its mask."""
+        query = tile.of_queries(self.query) * self.to_band
+        key = tile.of_keys(self.key)
+        return torch.bmm(query, key.mT, out=self.buffer(0, tile)).sigmoid_()
 
-    def _mask(self, block: _Block, scores: Tensor) -> None:
+    def mask_(self, values: Float[Tensor, "h t s"], tile: _Tile, factor: float) -> None:
+        """Add the bias, times a factor, and put -inf where a query may not attend."""
         if self.mask.bias is not None:
-            scores.add_(block.cut(self.mask.bias))
+            values.add_(tile.of_mask(self.mask.bias), alpha=factor)
         if self.mask.mask is not None:
-            scores.masked_fill_(~block.cut(self.mask.mask), -torch.inf)
-        if self.mask.is_causal:
-            size = block.stop - block.start
-            scores[..., block.num_keys - size :].masked_fill_(
-                self.future[:size, :size], -torch.inf
-            )
+            values.masked_fill_(~tile.of_mask(self.mask.mask), -torch.inf)
+        past = self.mask.num_keys - self.mask.num_queries
+        num_seen = past + tile.queries.start + 1 - tile.keys.start  # by the first query
+        if self.mask.is_causal and num_seen < values.shape[2]:
+            values.add_(values.new_full(values.shape[1:], -torch.inf).triu_(num_seen))
 
-    def _empty(self, block: _Block) -> Tensor:
-        visible = self.mask.rows(block.start, block.stop).visible()
-        assert visible is not None
-        rows = visible.any(dim=-1, keepdim=True)
-        sample = min(block.sample, len(rows) - 1)
-        return ~rows[sample, block.heads if rows.shape[1] > 1 else slice(None)]
+
+def _cuts(start: int, stop: int, size: int) -> Iterator[slice]:
+    return (slice(first, min(first + size, stop)) for first in range(start, stop, size))
 
 
 class CappedAttention(torch.autograd.Function):
@@ -164,28 +161,96 @@ class CappedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sink_score, mask, scale, cap, plain):
-        scores = _Scores(query, key, sink_score, mask, scale, cap)
-        batch, num_heads, num_queries, _ = query.shape
-        output = value.new_empty(batch, num_queries, num_heads, value.shape[-1]).transpose(1, 2)
         with without_autocast("cpu"):
-            for block in scores.blocks():
-                weights = scores.weights(block, scores.sigmoid(block))[..., : block.num_keys]
-                block.rows(output).copy_(torch.bmm(weights, block.keys(value)))
-        ctx.save_for_backward(query, key, value, sink_score, mask.mask, mask.bias)
+            scores = _Scores(query, key, mask, scale, cap)
+            output, log_sum = _attend(scores, value, sink_score)
+        ctx.save_for_backward(query, key, value, sink_score, output, log_sum, mask.mask, mask.bias)
         ctx.mask = replace(mask, mask=None, bias=None)
         ctx.scale, ctx.cap, ctx.plain = scale, cap, plain
         return output
 
     @staticmethod
     def backward(ctx, *grads):
-        query, key, value, sink_score, *parts = ctx.saved_tensors
+        query, key, value, sink_score, output, log_sum, *parts = ctx.saved_tensors
         if torch.is_grad_enabled() or _is_batched(grads[0]):
             found = _plain_gradients(ctx.plain, query, key, value, sink_score, grads[0])
             return *found, None, None, None, None
         mask = replace(ctx.mask, mask=parts[0], bias=parts[1])
         with without_autocast("cpu"):
-            scores = _Scores(query, key, sink_score, mask, ctx.scale, ctx.cap)
-            return *_gradients(scores, value, grads[0]), None, None, None, None
+            scores = _Scores(query, key, mask, ctx.scale, ctx.cap)
+            moved = (grads[0] * output).sum(dim=-1, keepdim=True)
+            found = _gradients(scores, value, log_sum, grads[0], moved)
+            grad_sink = None
+            if sink_score is not None:
+                weights = (_sink_level(sink_score, ctx.cap) * scores.slope - log_sum).exp2_()
+                grad_sink = -(weights * moved).sum(dim=(0, 2, 3))
+        return *found, grad_sink, None, None, None, None
+
+
+def _sink_level(sink_score: Float[Tensor, " H"], cap: float) -> Float[Tensor, "H 1 1"]:
+    """Return where the sink lies on the scale of levels."""
+    return ((sink_score + cap) / (2 * cap))[:, None, None]
+
+
+def _attend(
+    scores: _Scores, value: Tensor, sink_score: Tensor | None
+) -> tuple[Float[Tensor, "B H T Dv"], Float[Tensor, "B H T 1"]]:
+    """Return the output, and the logarithm to base two of what the weights were divided by.
+
+    Sums over the tiles so far count from the highest level so far.
+    """
+    batch, num_heads, num_queries, _ = scores.query.shape
+    output = value.new_zeros(batch, num_queries, num_heads, value.shape[-1]).transpose(1, 2)
+    top, total = scores.query.new_zeros(2, batch, num_heads, num_queries, 1).unbind()
+    if sink_score is None:
+        top.fill_(-torch.finfo(top.dtype).max / (4 * max(1.0, scores.slope)))
+    else:
+        top.copy_(_sink_level(sink_score, scores.cap))
+        total.fill_(1.0)
+    for tile in scores.tiles():
+        levels = scores.levels(tile)
+        scores.mask_(levels, tile, 1 / (2 * scores.cap))
+        before = tile.of_queries(top)
+        highest = torch.maximum(before, levels.amax(dim=-1, keepdim=True))
+        kept = ((before - highest) * scores.slope).exp2_()
+        weights = torch.add(
+            highest * -scores.slope, levels, alpha=scores.slope, out=levels
+        ).exp2_()
+        tile.of_queries(total).mul_(kept).add_(weights.sum(dim=-1, keepdim=True))
+        tile.of_queries(output).mul_(kept).add_(torch.bmm(weights, tile.of_keys(value)))
+        before.copy_(highest)
+    total.clamp_min_(0.5)  # of queries that see nothing; the others' hold a term of one
+    return output.div_(total), total.log2_().add_(top, alpha=scores.slope)
+
+
+def _gradients(
+    scores: _Scores, value: Tensor, log_sum: Tensor, grad: Tensor, moved: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        scores: Of the call.
+        value: Values.
+        log_sum: What ``_attend`` returned.
+        grad: Gradient of the output.
+        moved: Its products with the output, summed over the width of a head.
+    """
+    inputs = (scores.query, scores.key, value)
+    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in inputs)
+    for tile in scores.tiles():
+        levels = scores.levels(tile)
+        weights, change = scores.buffer(1, tile), scores.buffer(2, tile)
+        torch.add(-tile.of_queries(log_sum), levels, alpha=scores.slope, out=weights)
+        scores.mask_(weights, tile, _LOG2_E)
+        grad_rows = tile.of_queries(grad)
+        tile.of_keys(grad_value).add_(torch.bmm(weights.exp2_().mT, grad_rows))
+        torch.bmm(grad_rows, tile.of_keys(value).mT, out=change)
+        change.sub_(tile.of_queries(moved)).mul_(weights)
+        torch.ops.aten.sigmoid_backward.grad_input(change, levels, grad_input=change)
+        tile.of_queries(grad_query).add_(torch.bmm(change, tile.of_keys(scores.key)))
+        tile.of_keys(grad_key).add_(torch.bmm(change.mT, tile.of_queries(scores.query)))
+    slope = 2 * scores.cap * scores.to_band  # of a score by q k^T, over that of sigmoid
+    return grad_query.mul_(slope), grad_key.mul_(slope), grad_value
 
 
 def _plain_gradients(plain, query, key, value, sink_score, grad) -> list[Tensor | None]:
@@ -198,30 +263,3 @@ def _plain_gradients(plain, query, key, value, sink_score, grad) -> list[Tensor 
         learning = [t for t in inputs if t is not None]
         found = iter(torch.autograd.grad(plain(*given), learning, grad, create_graph=has_graph))
     return [None if t is None else next(found) for t in inputs]
-
-
-def _gradients(scores: _Scores, value: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of query, key, value and of the sink's score, None without one."""
-    query, key, sink_score = scores.query, scores.key, scores.sink_score
-    grad_query, grad_key, grad_value = (torch.zeros_like(t) for t in (query, key, value))
-    grad_sink = None if sink_score is None else torch.zeros_like(sink_score)
-    for block in scores.blocks():
-        sigmoid = scores.sigmoid(block)
-        weights = scores.weights(block, sigmoid)
-        seen = slice(block.num_keys)
-        block.keys(grad_value).baddbmm_(weights[..., seen].mT, block.rows(grad))
-        moved = scores.buffer(2, block, grad_sink is not None)
-        torch.bmm(block.rows(grad), block.keys(value).mT, out=moved[..., seen])
-        if grad_sink is not None:
-            moved[..., -1] = 0.0
-        torch.ops.aten._softmax_backward_data.out(
-            moved, weights, -1, weights.dtype, grad_input=moved
-        )
-        if grad_sink is not None:
-            grad_sink[block.heads] += moved[..., -1].sum(dim=-1)
-        moved = moved[..., seen]
-        torch.ops.aten.sigmoid_backward.grad_input(moved, sigmoid, grad_input=moved)
-        block.rows(grad_query).copy_(torch.bmm(moved, block.keys(key)))
-        block.keys(grad_key).baddbmm_(moved.mT, block.rows(query))
-    slope = 4 * scores.scale  # of the score: 2 cap * sigmoid' * 2 scale / cap
-    return grad_query.mul_(slope), grad_key.mul_(slope), grad_value, grad_sink

@@ -152,16 +152,18 @@ class Monitor:
         noted = {name: sum(v) / len(v) for name, v in self._noted.items() if v}
         alerts = list(self.watch.of_curves(self.step, noted))
         self._is_alarmed |= self.watch.is_alarmed
-        if self.is_due:
+        was_due = self.is_due
+        if was_due:
             alerts += self._measured(noted)
         for alert in alerts:
             self._tell(alert)
         # Ranks must agree on which steps are measured: they do in a measured step, by its MAX.
-        agree = self.is_due or num_processes() == 1
+        agree = was_due or num_processes() == 1
         self._measure_next = self._is_alarmed and agree
         self._is_alarmed, self._has_run = self._is_alarmed and not agree, False
         self._noted = {"loss": [], "grad_norm": []}
-        self.sums.reset()
+        if was_due:  # in between nothing was added
+            self.sums.reset()
         self.step += 1
 
     def _measured(self, noted: dict[str, float]) -> list[Alert]:

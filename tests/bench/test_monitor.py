@@ -2,17 +2,58 @@
 
 import json
 
-from levelhead.bench.monitor import main
+import pytest
+
+from levelhead.bench import monitor
+
+SMALL = ["--layers", "1", "--tokens", "16", "--images", "0", "--repeats", "1", "--steps", "30"]
+
+
+@pytest.fixture(autouse=True)
+def short_stretch(monkeypatch):
+    monkeypatch.setattr(monitor, "CADENCE_STEPS", 4)
 
 
 def test_small_run_writes_a_record_with_every_figure(tmp_path, capsys):
     path = tmp_path / "record.json"
-    arguments = ["--layers", "1", "--tokens", "16", "--images", "0", "--repeats", "1",
-                 "--steps", "30"]  # fmt: skip
-    code = main([*arguments, "--out", str(path)])
-    results = json.loads(path.read_text())["results"]
-    assert len(results) == len({row["name"] for row in results}) == 5
+    code = monitor.main([*SMALL, "--out", str(path)])
+    record = json.loads(path.read_text())
+    results = record["results"]
+    assert len(results) == len({row["name"] for row in results}) == 6
+    assert record["is_complete"]
+    assert len(record["part_seconds"]) == 4
     (flat,) = [row for row in results if "live tensors" in row["name"]]
     assert flat["ratio"] == 1.0
     assert code == (0 if all(row["holds"] for row in results) else 1)
-    assert len(capsys.readouterr().out.splitlines()) == 5
+    assert len(capsys.readouterr().out.splitlines()) == 6
+
+
+def test_every_figure_of_the_full_run_has_its_part(tmp_path):
+    parts = monitor.parts_of(12, 512, 8, 7, 1000, tmp_path)
+    assert list(parts) == [
+        "small ViT, steps", "small ViT, cadence", "growth",
+        "GPT-2, 12 layers, width 768, 512 tokens", "diagnose", "memory", "Jacobians",
+    ]  # fmt: skip
+
+
+def test_an_interrupted_run_keeps_what_it_has():
+    kept = []
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    parts = {"first": lambda: [{"name": "x", "holds": True, "ratio": 1.0}], "second": stopped}
+    with pytest.raises(KeyboardInterrupt):
+        monitor.run(parts, lambda record: kept.append(json.loads(json.dumps(record))))
+    (record,) = kept
+    assert [row["name"] for row in record["results"]] == ["x"]
+    assert not record["is_complete"]
+
+
+def test_the_cadence_is_worked_out_of_the_two_kinds_of_steps(tmp_path):
+    measured, cadence = monitor.measure_step("x", *monitor.small_vit(), 3, tmp_path, 2)
+    assert cadence["ratio"] == pytest.approx((49 * cadence["between"] + measured["ratio"]) / 50)
+    assert cadence["how"] == "49 steps in between and a measured one, each timed by itself"
+    lines = (tmp_path / "measured.jsonl").read_text().splitlines()
+    assert sum('"scalars"' in line for line in lines) == (3 + 1) * 2  # all of them, once warm
+    assert '"scalars"' not in (tmp_path / "between.jsonl").read_text()

@@ -5,9 +5,11 @@ import gc
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ from torch import Tensor, nn
 
 from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
 from levelhead.diagnose import diagnose
-from levelhead.harness.models.gpt import GPT, GPTConfig
 from levelhead.harness.models.vit import ViT, ViTConfig
+from levelhead.harness.runs import replace_text
 from levelhead.monitor import Monitor
 
-CADENCE = 50
+CADENCE, CADENCE_STEPS = 50, 200
+JACOBIAN_TOKENS = 8
 # What the figures must stay below.
 CADENCE_BAR, MEASURED_BAR = 1.03, 2.0
 DIAGNOSE_BAR_S, JACOBIAN_BAR_S, MEMORY_BAR, FLAT_BAR = 60.0, 300.0, 1.3, 1.0
@@ -36,27 +39,69 @@ def small_vit() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(64, 1, 8, 8)
 
 
-def gpt(num_layers: int, num_tokens: int) -> tuple[nn.Module, Tensor]:
-    """Return a GPT of width 768 with twelve heads and one row of tokens.
+def gpt2(num_layers: int, num_tokens: int) -> tuple[nn.Module, Tensor]:
+    """Return transformers' GPT-2 of width 768 with twelve heads, untrained, and a row of tokens.
 
     Args:
-        num_layers: 12 for GPT-2's size.
+        num_layers: 12 for the published size.
         num_tokens: Length of the row.
 
     Returns:
         Model and tokens.
     """
-    config = GPTConfig(
-        vocab_size=256, context_length=num_tokens, embed_dim=768, num_heads=12,
-        num_layers=num_layers,
-    )  # fmt: skip
-    return GPT(config), torch.randint(256, (1, num_tokens))
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_layer=num_layers, n_positions=num_tokens)
+    return GPT2LMHeadModel(config), torch.randint(config.vocab_size, (1, num_tokens))
 
 
-def measure_monitor(
-    name: str, model: nn.Module, inputs: Tensor, repeats: int, folder: Path, steps: int = 1
+def training_step(model: nn.Module, inputs: Tensor) -> Callable[[], None]:
+    """Return one optimiser step as a call.
+
+    Args:
+        model: To be trained.
+        inputs: One batch.
+
+    Returns:
+        The step.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        output = model(inputs)
+        getattr(output, "logits", output).float().square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def times(call: Callable[[], None], count: int, monitor: Monitor | None) -> Callable[[], None]:
+    """Return a call repeated, watched or not.
+
+    Args:
+        call: A step.
+        count: How often.
+        monitor: Entered once for all of them, or None.
+
+    Returns:
+        The steps.
+    """
+
+    def repeated() -> None:
+        with monitor or nullcontext():
+            for _ in range(count):
+                call()
+
+    return repeated
+
+
+def measure_step(
+    name: str, model: nn.Module, inputs: Tensor, repeats: int, folder: Path, steps: int
 ) -> list[dict[str, Any]]:
-    """Time a training step: unwatched, watched in between, watched and measured.
+    """Time a training step unwatched, watched in between, and measured.
+
+    The default cadence is worked out of the three: 49 steps in between and one measured.
 
     Args:
         name: Of the model.
@@ -69,34 +114,46 @@ def measure_monitor(
     Returns:
         A record for the measured step and one for the default cadence.
     """
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitors = {
-        "measured": Monitor(model, every=1, jsonl=folder / "measured.jsonl"),
-        "between": Monitor(model, every=10**9, jsonl=folder / "between.jsonl"),
-    }
-    monitors["between"].step = 1  # its only measured step lies behind
-
-    def step() -> None:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(inputs).float().square().mean().backward()
-            optimizer.step()
-
-    def watched(monitor: Monitor) -> Callable[[], None]:
-        def call() -> None:
-            with monitor:
-                step()
-
-        return call
-
-    calls = {"plain": step} | {kind: watched(m) for kind, m in monitors.items()}
-    found = ratios(compare_times(calls, repeats, warmup=2), "plain")
-    between, measured = found["between"]["ratio"], found["measured"]["ratio"]
-    cadence = {"ratio": ((CADENCE - 1) * between + measured) / CADENCE}
+    step = training_step(model, inputs)
+    measured = Monitor(model, every=1, jsonl=folder / "measured.jsonl")
+    idle = Monitor(model, every=10**9, jsonl=folder / "between.jsonl")
+    idle.step = 1  # its only measured step lies behind
+    watching = {"plain": None, "between": idle, "measured": measured}
+    calls = {kind: times(step, steps, monitor) for kind, monitor in watching.items()}
+    found = ratios(compare_times(calls, repeats, warmup=1), "plain")
+    between = found["between"]
+    cadence = {"ratio": ((CADENCE - 1) * between["ratio"] + found["measured"]["ratio"]) / CADENCE}
+    worked_out = f"{CADENCE - 1} steps in between and a measured one, each timed by itself"
     return [
         _record(f"{name}: measured step / step", found["measured"], MEASURED_BAR),
-        _record(f"{name}: every {CADENCE} / none", cadence, CADENCE_BAR, between=between),
-    ]
+        _record(f"{name}: every {CADENCE} / none", cadence, CADENCE_BAR, how=worked_out,
+                between=between["ratio"], between_min=between["ratio_min"],
+                between_max=between["ratio_max"]),
+    ]  # fmt: skip
+
+
+def measure_cadence(
+    name: str, model: nn.Module, inputs: Tensor, repeats: int, folder: Path, steps: int
+) -> list[dict[str, Any]]:
+    """Time a stretch of training as people run it: watched at the default cadence, and not.
+
+    Args:
+        name: Of the model.
+        model: To be trained.
+        inputs: One batch.
+        repeats: Rounds, each a stretch of both.
+        folder: For the JSONL file.
+        steps: Of a stretch.
+
+    Returns:
+        One record.
+    """
+    step = training_step(model, inputs)
+    watched = Monitor(model, every=CADENCE, jsonl=folder / "cadence.jsonl")
+    calls = {"plain": times(step, steps, None), "watched": times(step, steps, watched)}
+    found = ratios(compare_times(calls, repeats, warmup=1), "plain")["watched"]
+    named = f"{name}: every {CADENCE} / none, over {steps} steps"
+    return [_record(named, found, CADENCE_BAR)]
 
 
 def measure_growth(num_steps: int, folder: Path) -> list[dict[str, Any]]:
@@ -151,76 +208,132 @@ def resident_bytes() -> int:
 
 
 def measure_diagnose(num_images: int, jacobian_tokens: int) -> list[dict[str, Any]]:
-    """Time ``diagnose`` of a ViT-B and its memory against a plain forward.
+    """Time ``diagnose`` of a ViT-B.
 
     Args:
         num_images: Images in the batch.
-        jacobian_tokens: Tokens of the Jacobians.
+        jacobian_tokens: Tokens of the Jacobians of all heads; 0 for none.
 
     Returns:
-        Records: seconds without and with Jacobians, and memory.
+        One record, in seconds.
     """
-    import timm
+    model, images = vit_b(num_images)
+    start = time.perf_counter()
+    diagnose(model, images, jacobian_tokens=jacobian_tokens)
+    seconds = {"ratio": time.perf_counter() - start}
+    what, bar = "no Jacobians", DIAGNOSE_BAR_S
+    if jacobian_tokens:
+        what, bar = f"Jacobians of all heads on {jacobian_tokens} tokens", JACOBIAN_BAR_S
+    return [_record(f"diagnose ViT-B, {num_images} images, {what} (seconds)", seconds, bar)]
 
-    model = timm.create_model("vit_base_patch16_224").eval()
-    images = torch.randn(num_images, 3, 224, 224)
+
+def measure_memory(num_images: int) -> list[dict[str, Any]]:
+    """Compare the peak memory of ``diagnose`` of a ViT-B with that of a plain forward.
+
+    Args:
+        num_images: Images in the batch.
+
+    Returns:
+        One record.
+    """
+    model, images = vit_b(num_images)
 
     def forward() -> object:
         with torch.no_grad():
             return model(images)
 
-    records = []
-    for tokens, bar in ((0, DIAGNOSE_BAR_S), (jacobian_tokens, JACOBIAN_BAR_S)):
-        start = time.perf_counter()
-        diagnose(model, images, jacobian_tokens=tokens)
-        seconds = {"ratio": time.perf_counter() - start}
-        what = f"Jacobians on {tokens} tokens" if tokens else "no Jacobians"
-        name = f"diagnose ViT-B, {num_images} images, {what} (seconds)"
-        records.append(_record(name, seconds, bar))
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     plain = weights + peak_extra_bytes(forward)
     peak = weights + peak_extra_bytes(lambda: diagnose(model, images, jacobian_tokens=0))
     name = "diagnose ViT-B: peak memory / plain forward, weights counted in both"
-    return [*records, _record(name, {"ratio": peak / plain}, MEMORY_BAR)]
+    return [_record(name, {"ratio": peak / plain}, MEMORY_BAR, plain_mib=plain / 2**20)]
 
 
-def _record(name: str, found: dict[str, float], bar: float, **more: float) -> dict[str, Any]:
+def vit_b(num_images: int) -> tuple[nn.Module, Tensor]:
+    """Return timm's ViT-B, untrained, and random images.
+
+    Args:
+        num_images: How many.
+
+    Returns:
+        Model and images.
+    """
+    import timm
+
+    model = timm.create_model("vit_base_patch16_224").eval()
+    return model, torch.randn(num_images, 3, 224, 224)
+
+
+def _record(name: str, found: dict[str, float], bar: float, **more: Any) -> dict[str, Any]:
     return {"name": name, "bar": bar, "holds": found["ratio"] <= bar, **found, **more}
 
 
-def run(
-    num_layers: int, num_tokens: int, num_images: int, repeats: int, num_steps: int
-) -> dict[str, Any]:
-    """Run the whole benchmark.
+Part = Callable[[], list[dict[str, Any]]]
+
+
+def parts_of(
+    num_layers: int, num_tokens: int, num_images: int, repeats: int, num_steps: int, folder: Path
+) -> dict[str, Part]:
+    """List what is measured.
 
     Args:
-        num_layers: Of the GPT; 0 leaves it out.
+        num_layers: Of the GPT-2; 0 leaves it out.
         num_tokens: Of its row.
         num_images: For ``diagnose`` of ViT-B; 0 leaves it out.
         repeats: Rounds of each comparison.
         num_steps: Measured steps over which memory must stay flat; 0 leaves it out.
+        folder: For the monitors' files.
 
     Returns:
-        One JSON-able record, the machine included.
+        Name to part, the quick ones first.
     """
-    torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder:
-        results = measure_monitor("small ViT", *small_vit(), 2 * repeats, Path(folder), 20)
-        if num_layers:
-            name = f"GPT, {num_layers} layers, {num_tokens} tokens"
-            model = gpt(num_layers, num_tokens)
-            results += measure_monitor(name, *model, repeats, Path(folder))
-        if num_steps:
-            results += measure_growth(num_steps, Path(folder))
+    vit = small_vit()
+    parts: dict[str, Part] = {
+        "small ViT, steps": lambda: measure_step("small ViT", *vit, 2 * repeats, folder, 20),
+        "small ViT, cadence": lambda: measure_cadence(
+            "small ViT", *vit, repeats, folder, CADENCE_STEPS
+        ),
+    }
+    if num_steps:
+        parts["growth"] = lambda: measure_growth(num_steps, folder)
+    if num_layers:
+        name = f"GPT-2, {num_layers} layers, width 768, {num_tokens} tokens"
+        parts[name] = lambda: measure_step(name, *gpt2(num_layers, num_tokens), repeats, folder, 1)
     if num_images:
-        results += measure_diagnose(num_images, 8)
-    return {
+        parts["diagnose"] = lambda: measure_diagnose(num_images, 0)
+        parts["memory"] = lambda: measure_memory(num_images)
+        parts["Jacobians"] = lambda: measure_diagnose(num_images, JACOBIAN_TOKENS)
+    return parts
+
+
+def run(parts: Mapping[str, Part], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run the parts one after the other.
+
+    Args:
+        parts: As ``parts_of`` returns them.
+        keep: Called with the record after each part: what was measured outlasts a stop.
+
+    Returns:
+        One JSON-able record, the machine included; ``is_complete`` once all parts are in it.
+    """
+    record: dict[str, Any] = {
         "benchmark": "monitor",
         "torch": torch.__version__,
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
-        "results": results,
+        "is_complete": False,
+        "part_seconds": {},
+        "results": [],
     }
+    for name, part in parts.items():
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        record["results"] += part()
+        record["part_seconds"][name] = round(time.perf_counter() - start, 1)
+        record["is_complete"] = len(record["part_seconds"]) == len(parts)
+        keep(record)
+        gc.collect()
+    return record
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -233,21 +346,27 @@ def main(argv: list[str] | None = None) -> int:
         0 if every figure stays below its bar, else 1.
     """
     parser = argparse.ArgumentParser(prog="levelhead bench monitor", description=__doc__)
-    parser.add_argument("--layers", type=int, default=12, help="of the GPT; 0 leaves it out")
+    parser.add_argument("--layers", type=int, default=12, help="of the GPT-2; 0 leaves it out")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--images", type=int, default=8, help="for diagnose; 0 leaves it out")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7, help="rounds of each comparison")
     parser.add_argument("--steps", type=int, default=1000, help="for memory; 0 leaves it out")
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--out", type=Path, help="write the record here, after every part anew")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
-    record = run(chosen.layers, chosen.tokens, chosen.images, chosen.repeats, chosen.steps)
-    text = json.dumps(record, indent=1)
+
+    def keep(record: dict[str, Any]) -> None:
+        name, seconds = list(record["part_seconds"].items())[-1]
+        print(f"{name}: {seconds:.0f} s", file=sys.stderr)
+        if chosen.out:
+            replace_text(chosen.out, json.dumps(record, indent=1) + "\n")
+
+    sizes = (chosen.layers, chosen.tokens, chosen.images, chosen.repeats, chosen.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        record = run(parts_of(*sizes, Path(folder)), keep)
     if chosen.json:
-        print(text)
+        print(json.dumps(record, indent=1))
     for row in [] if chosen.json else record["results"]:
         verdict = "ok" if row["holds"] else "ABOVE"
         print(f"{verdict:5} {row['ratio']:8.3f}  bar {row['bar']:.2f}  {row['name']}")
-    if chosen.out:
-        chosen.out.write_text(text + "\n")
     return 0 if all(row["holds"] for row in record["results"]) else 1

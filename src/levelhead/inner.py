@@ -249,7 +249,7 @@ class InnerAttention(nn.Module):
             _check_token_mask(token_mask, query)
         mask = resolve_mask(query, key, attn_mask, attn_bias, is_causal)
         if token_mask is None and self.weights is not None and self.training:
-            token_mask = real_queries(mask)
+            token_mask = real_queries(mask.without_finite_bias())
         factor = self.norm.score_scale(self.scale if scale is None else scale)
         if dropout_p is None:
             dropout_p = self.dropout_p if self.training else 0.0

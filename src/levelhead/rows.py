@@ -77,9 +77,9 @@ class _UnitRows(torch.autograd.Function):
         compute_dtype = at_least_float32(rows.dtype)
         norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=compute_dtype)
         inverse = norm.clamp_min(eps).reciprocal_().mul_(norm != 0)
-        ctx.eps = eps
-        ctx.save_for_backward(rows, inverse, norm > eps, factor)
-        ctx.save_for_forward(rows, inverse, norm > eps, factor)
+        ctx.eps, is_longer = eps, norm > eps
+        ctx.save_for_backward(rows, inverse, is_longer, factor)
+        ctx.save_for_forward(rows, inverse, is_longer, factor)
         return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
 
     @staticmethod

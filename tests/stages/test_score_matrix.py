@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from levelhead.parts.normalisers import OffByOne, Softmax
+from levelhead.stages.masks import resolve_mask
 from levelhead.stages.score_matrix import (
     attention_by_score_matrix,
     is_smaller_than_queries,
@@ -93,3 +95,14 @@ def test_a_sink_over_fewer_keys_than_coordinates_is_a_key_without_a_value():
         torch.autograd.grad(found, everything, grad),
         torch.autograd.grad(expected, everything, grad),
     )
+
+
+@pytest.mark.parametrize("normaliser", [Softmax(), OffByOne()])
+def test_heads_of_a_token_lie_side_by_side_as_fused_kernels_leave_them(normaliser):
+    query, key, value, bias, allowed = inputs()
+    mask = resolve_mask(query, key, allowed, bias, False)
+    found = normaliser.fused(query, key, value, mask, SCALE, 0.0)
+    assert found.transpose(1, 2).is_contiguous()
+    sink = normaliser.extra_score(query)
+    plain = attention_by_score_matrix(query, key, value, bias, allowed, SCALE, sink_score=sink)
+    assert torch.equal(found, plain)

@@ -47,8 +47,8 @@ def _gpt2(num_tokens: int, **options: Any) -> Case:
 CASES: dict[str, Case] = {
     "vit_b": _timm("vit_base_patch16_224", 8),
     "gpt2": _gpt2(512),
-    "swin": _timm("swin_tiny_patch4_window7_224", 4),
-    "xcit": _timm("xcit_tiny_12_p16_224", 4),
+    "swin": _timm("swin_tiny_patch4_window7_224", 8),
+    "xcit": _timm("xcit_tiny_12_p16_224", 8),
 }
 UNFUSED = ("swin", "xcit")
 """Models whose attention timm runs unfused by default."""

@@ -10,6 +10,7 @@ from levelhead.stages.score_matrix import (
     attention_by_score_matrix,
     is_smaller_than_queries,
     learns_on_cpu,
+    token_major,
 )
 from levelhead.stages.softmax import sink_attention, softmax_attention
 
@@ -32,8 +33,10 @@ class Softmax(Part):
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it."""
         if mask.bias is not None and learns_on_cpu(mask.bias):
-            return attention_by_score_matrix(
-                query, key, value, mask.bias, mask.allowed(), scale, dropout_p
+            return token_major(
+                attention_by_score_matrix(
+                    query, key, value, mask.bias, mask.allowed(), scale, dropout_p
+                )
             )
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
@@ -71,9 +74,10 @@ class OffByOne(Softmax):
         sink = self.sink_score(query)
         learns = mask.bias is not None and learns_on_cpu(mask.bias)
         if learns or is_smaller_than_queries(query, key):
-            return attention_by_score_matrix(
+            attn_output = attention_by_score_matrix(
                 query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink
             )
+            return token_major(attn_output) if learns else attn_output
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
 

@@ -118,8 +118,9 @@ class WindowForward(TimmForward):
         """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
         host: Any = self
         query, key, value = project_heads(host, x)
+        # The product of scores copies strided rows anyway; norms before it are faster on these.
         attn_output = self.levelhead(
-            query, key.contiguous(), value, x,
+            query.contiguous(), key.contiguous(), value, x,
             attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
         )  # fmt: skip
         return self.finish(attn_output, x)

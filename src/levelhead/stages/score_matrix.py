@@ -73,16 +73,31 @@ def attention_by_score_matrix(
     # Added, not filled in: a constant needs no backward pass.
     hidden = None
     if allowed is not None:
-        hidden = torch.zeros_like(allowed, dtype=compute_dtype).masked_fill(~allowed, -torch.inf)
+        zero = torch.zeros((), dtype=compute_dtype, device=query.device)
+        hidden = torch.where(allowed, zero, -torch.inf)
     with without_autocast(query.device.type):
         scores = _scores(query, key, attn_bias, hidden)
     if sink_score is not None:
         attn_weights = _sink_softmax(scores, sink_score)
     else:
-        attn_weights = _safe_softmax(scores, _may_be_empty(attn_bias, hidden))
+        attn_weights = _safe_softmax(scores, _may_be_empty(attn_bias, allowed))
     if dropout_p > 0:
         attn_weights = F.dropout(attn_weights, dropout_p)
     return attn_weights.to(value.dtype) @ value
+
+
+def token_major(attn_output: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T Dv"]:
+    """Lay the heads of a token side by side in memory, as the fused kernels do.
+
+    Merging the heads is free then, and what comes between shares one layout with its gradient.
+
+    Args:
+        attn_output: One output per query and head.
+
+    Returns:
+        The same numbers.
+    """
+    return attn_output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _scores(query: Tensor, key: Tensor, *added: Tensor | None) -> Tensor:
@@ -98,13 +113,13 @@ def _sink_softmax(scores: Tensor, sink_score: Tensor) -> Tensor:
     return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _may_be_empty(attn_bias: Tensor | None, hidden: Tensor | None) -> bool:
+def _may_be_empty(attn_bias: Tensor | None, allowed: Tensor | None) -> bool:
     """Whether a query could be left without a key; looks at no full T x S matrix."""
     if torch.compiler.is_compiling():
         return True
     if attn_bias is not None and attn_bias.numel() > 0 and attn_bias.amin().item() == -torch.inf:
         return True
-    return hidden is not None and bool((hidden == -torch.inf).all(dim=-1).any())
+    return allowed is not None and not bool(allowed.any(dim=-1).all())
 
 
 def _safe_softmax(scores: Tensor, may_be_empty: bool) -> Tensor:

@@ -237,6 +237,7 @@ def _gradients(
     """
     inputs = (scores.query, scores.key, value)
     grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in inputs)
+    slope = 2 * scores.cap * scores.to_band  # of a score by q k^T, over that of sigmoid
     for tile in scores.tiles():
         levels = scores.levels(tile)
         weights, change = scores.buffer(1, tile), scores.buffer(2, tile)
@@ -247,10 +248,10 @@ def _gradients(
         torch.bmm(grad_rows, tile.of_keys(value).mT, out=change)
         change.sub_(tile.of_queries(moved)).mul_(weights)
         torch.ops.aten.sigmoid_backward.grad_input(change, levels, grad_input=change)
-        tile.of_queries(grad_query).add_(torch.bmm(change, tile.of_keys(scores.key)))
-        tile.of_keys(grad_key).add_(torch.bmm(change.mT, tile.of_queries(scores.query)))
-    slope = 2 * scores.cap * scores.to_band  # of a score by q k^T, over that of sigmoid
-    return grad_query.mul_(slope), grad_key.mul_(slope), grad_value
+        query, key = tile.of_queries(scores.query), tile.of_keys(scores.key)
+        tile.of_queries(grad_query).add_(torch.bmm(change, key), alpha=slope)
+        tile.of_keys(grad_key).add_(torch.bmm(change.mT, query), alpha=slope)
+    return grad_query, grad_key, grad_value
 
 
 def _plain_gradients(plain, query, key, value, sink_score, grad) -> list[Tensor | None]:

@@ -1,6 +1,7 @@
 """Images from every format; what is missing, broken, lost or wrong is told; batches are exact."""
 
 import io
+import json
 import logging
 import pickle
 import shutil
@@ -21,6 +22,7 @@ from levelhead.harness.train import start_model
 from levelhead.harness.vision.samples import seeded
 from levelhead.harness.vision.shard_names import expand_braces
 from levelhead.harness.vision.shards import index_shards
+from levelhead.harness.vision.sources import TORCHVISION
 
 VIT = "vision/vit_b_imagenet"
 TINY = [
@@ -246,6 +248,68 @@ def test_cifar_in_its_own_format(tmp_path, monkeypatch):
     )  # fmt: skip
     images, targets = take(task)[0]
     assert (images.shape, targets.shape) == ((8, 3, 32, 32), (8, 10))
+
+
+def made_pets(root):
+    """Two breeds as the set's own lists have them: classes count from 1."""
+    (root / "oxford-iiit-pet" / "images").mkdir(parents=True)
+    (root / "oxford-iiit-pet" / "annotations").mkdir()
+    for part, first in (("trainval", 0), ("test", 4)):
+        lines = [f"Abyssinian_{n} {n % 2 + 1} 1 1" for n in range(first, first + 4)]
+        (root / "oxford-iiit-pet" / "annotations" / f"{part}.txt").write_text("\n".join(lines))
+    for number in range(8):
+        path = root / "oxford-iiit-pet" / "images" / f"Abyssinian_{number}.jpg"
+        path.write_bytes(jpeg(number))
+    return {True: [0, 1, 0, 1], False: [0, 1, 0, 1]}
+
+
+def made_flowers(root):
+    """Images count from 1, and so do classes; the larger part of the set is its test part."""
+    from scipy.io import savemat
+
+    (root / "flowers-102" / "jpg").mkdir(parents=True)
+    for number in range(1, 9):
+        path = root / "flowers-102" / "jpg" / f"image_{number:05d}.jpg"
+        path.write_bytes(jpeg(number))
+    savemat(root / "flowers-102" / "imagelabels.mat", {"labels": [5, 6, 7, 8, 9, 10, 11, 12]})
+    parts = {"trnid": [1, 3], "valid": [2, 8], "tstid": [4, 5, 6, 7]}
+    savemat(root / "flowers-102" / "setid.mat", parts)
+    return {True: [4, 6, 5, 11], False: [7, 8, 9, 10]}
+
+
+def made_food(root):
+    meta = root / "food-101" / "meta"
+    meta.mkdir(parents=True)
+    for part, first in (("train", 0), ("test", 2)):
+        names = {
+            c: [f"{c}/{n}" for n in range(first, first + 2)] for c in ("apple_pie", "waffles")
+        }
+        (meta / f"{part}.json").write_text(json.dumps(names))
+    for kind in ("apple_pie", "waffles"):
+        (root / "food-101" / "images" / kind).mkdir(parents=True)
+        for number in range(4):
+            (root / "food-101" / "images" / kind / f"{number}.jpg").write_bytes(jpeg(number))
+    return {True: [0, 0, 1, 1], False: [0, 0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "make"),
+    [
+        ("oxford_pets", "vit_t_pets", made_pets),
+        ("flowers102", "vit_t_flowers", made_flowers),
+        ("food101", "transfer_food101", made_food),
+    ],
+)
+def test_torchvisions_sets_in_their_own_formats(name, recipe, make, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchvision.datasets.flowers102.check_integrity", lambda *_: True)
+    monkeypatch.setattr(TORCHVISION[name], "num_train", 4)
+    labels = make(tmp_path)
+    given = ["training.batch_size=4", "data.num_workers=0", f"data.path={tmp_path}"]
+    task = make_recipe_task(load_recipe(recipe, overrides=[*given, "augmentation.image_size=32"]))
+    for is_training, source in ((True, task.source), (False, task.test_source)):
+        assert [source.read(index)[1] for index in range(len(source))] == labels[is_training]
+    images, targets = take(task)[0]
+    assert (images.shape, targets.shape) == ((4, 3, 32, 32), (4, task.num_classes))
 
 
 def test_another_number_of_images_or_classes_is_refused(tmp_path):

@@ -7,6 +7,8 @@ import torch
 
 from levelhead.harness import workers
 from levelhead.harness.config import Cell
+from levelhead.harness.recipe import load_recipe
+from levelhead.harness.recipe_tasks import make_recipe_task
 from levelhead.harness.tasks import ImageClassification, resolve_task
 from levelhead.harness.train import train_cell
 from levelhead.harness.workers import loaded_task, train_job
@@ -80,3 +82,27 @@ def test_any_other_complaint_of_torch_stays_what_it_is(tmp_path, monkeypatch):
 def test_a_real_allocation_that_cannot_be_served_is_named_as_such():
     with pytest.raises(RuntimeError, match=workers.NO_MEMORY):
         torch.empty(2**60, dtype=torch.uint8)
+
+
+def test_a_recipes_training_that_died_goes_on_from_its_checkpoint(tmp_path):
+    changes = ["training.steps=20", "training.warmup_steps=2", "training.batch_size=4",
+               "evaluation.max_samples=8", "evaluation.theta_rows=0"]  # fmt: skip
+    task = make_recipe_task(load_recipe("theta_pre_ln", "small", changes))
+    cell = Cell(task=task.settings.name, variant="affine", init="default", seed=2)
+    whole = train_job((task.settings, cell, tmp_path / "whole"), lambda: None)
+    steps = []
+
+    def die():
+        steps.append(1)
+        if len(steps) == 7:
+            raise ConnectionError("the process is gone")
+
+    job = (task.settings, cell, tmp_path / "died")
+    with pytest.raises(ConnectionError):
+        train_job(job, die)
+    again = []
+    record = train_job(job, lambda: again.append(1))
+    assert len(again) == 20 - 6  # every second step is saved
+    for key in ("final", "curve", "hash", "num_params"):
+        assert record[key] == whole[key]
+    assert not (tmp_path / "died" / "checkpoints").exists()

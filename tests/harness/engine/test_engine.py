@@ -1,11 +1,14 @@
 """The engine is the comparison's training, made resumable; what it logs, watches and averages."""
 
+import io
 import json
 import math
+import re
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from rich.console import Console
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, SequentialLR
 
 from levelhead.harness.config import Cell
@@ -15,6 +18,7 @@ from levelhead.harness.engine.engine import train
 from levelhead.harness.engine.loading import load_trained
 from levelhead.harness.engine.log import read_events
 from levelhead.harness.engine.options import EngineOptions
+from levelhead.harness.engine.progress import training_bar
 from levelhead.harness.engine.schedule import make_schedule
 from levelhead.harness.engine.training import make_optimizer
 from levelhead.harness.tasks import make_task, resolve_task
@@ -231,6 +235,62 @@ def test_tensorboard_gets_what_the_log_gets(tmp_path):
     logged = {e["step"]: e["train_loss_nats"] for e in events(tmp_path / "run", "step")}
     assert shown == pytest.approx(logged)
     assert board.Scalars("test/loss_nats")
+
+
+@pytest.mark.slow
+def test_weights_and_biases_gets_what_the_log_gets(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    shown = []
+    log = wandb.sdk.wandb_run.Run.log
+    monkeypatch.setattr(
+        wandb.sdk.wandb_run.Run, "log",
+        lambda self, data, *given, **named: (shown.append((named, dict(data))),
+                                             log(self, data, *given, **named)),
+    )  # fmt: skip
+    quick(tmp_path / "run", trackers=("wandb",), log_every=2)
+    assert list(tmp_path.rglob("offline-run-*/*.wandb"))
+    assert_as_logged(tmp_path / "run", shown)
+
+
+@pytest.mark.slow
+def test_trackio_gets_what_the_log_gets(tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio", reason="needs trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    shown = []
+    log = trackio.Run.log
+    monkeypatch.setattr(
+        trackio.Run, "log",
+        lambda self, metrics, *given, **named: (shown.append((named, dict(metrics))),
+                                                log(self, metrics, *given, **named)),
+    )  # fmt: skip
+    quick(tmp_path / "run", trackers=("trackio",), log_every=2)
+    assert_as_logged(tmp_path / "run", shown)
+
+
+def assert_as_logged(folder, shown):
+    """A tracker was told each logged step's numbers, at that step."""
+    told = {
+        named["step"]: data["train/train_loss_nats"]
+        for named, data in shown
+        if "train/train_loss_nats" in data
+    }
+    assert told == {e["step"]: e["train_loss_nats"] for e in events(folder, "step")}
+    assert any("test/loss_nats" in data for _, data in shown)
+
+
+def test_the_bar_shows_loss_speed_the_datas_share_and_the_time_left():
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    with training_bar(console, 40) as on_event:
+        on_event("note", {"text": "going on after step 3"})
+        on_event("step", {"step": 7, "loss": 1.5, "samples_per_s": 1234.4, "data_wait_frac": 0.25})
+        on_event("step", {"step": 8, "loss": 0.125})
+    printed = console.file.getvalue()
+    assert "going on after step 3" in printed
+    assert "8/40" in printed
+    assert "loss 0.1250  1,234 samples/s  data 25.0 %" in printed
+    assert re.search(r"\d:\d\d:\d\d.*(\d|-):[\d-]+:[\d-]+", printed)  # passed, and left
 
 
 def test_a_tracker_that_is_missing_is_told_before_anything_is_trained(tmp_path, monkeypatch):

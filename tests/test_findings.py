@@ -324,6 +324,17 @@ def test_long_rows_that_choose_among_few_keys_are_not_collapsed():
         assert collapse & kinds_found == (collapse if told else set())
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_a_row_with_one_key_to_look_at_is_not_saturated(num_tokens):
+    """The first row of a causal model passes no gradient, and need not."""
+    gpt2 = HOSTS["gpt2"]
+    diagnosis = diagnose(gpt2.build(), {"input_ids": torch.full((3, num_tokens), 5)})
+    assert diagnosis.findings == []
+    layer = next(record.layer for record in diagnosis.records if record.layer)
+    theta = diagnosis.value("theta_upper_q10", layer, 0)
+    assert math.isnan(theta) if num_tokens == 1 else theta > LIVE_THETA
+
+
 @pytest.mark.parametrize(("factor", "is_ill"), [(1.0, False), (60.0, True)])
 def test_theta_where_rows_are_gaussian(factor, is_ill):
     """Source of the two thresholds: theta = 4 p (1 - p) of a largest weight p >= 1/2."""

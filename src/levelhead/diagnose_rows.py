@@ -43,7 +43,8 @@ ROWS: dict[str, tuple[str, ...]] = {
 """Measures of ``concentration``, and what is taken over the rows."""
 
 CHOICE = ("entropy_nats", "normalized_entropy", "p_max", "effective_keys", "sink_mass",
-          "first_token_mass", "score_std")  # fmt: skip
+          "first_token_mass", "score_std", "theta_lower", "theta_upper",
+          "softmax_norm")  # fmt: skip
 """Measures that say nothing about a row with a single visible key; such rows are left out."""
 
 FEW_REPEATED = 16
@@ -132,18 +133,22 @@ class SiteRows:
             self.not_measured.add("theta, head similarity and output share: scores or values "
                                   "are not finite")  # fmt: skip
             return
-        self._add_weights(call, scores, tokens)
+        self._add_weights(call, scores, tokens, has_choice)
 
     def _add_weights(
-        self, call: AttentionCall, scores: AttentionScores, tokens: Bool[Tensor, "B T"] | None
+        self,
+        call: AttentionCall,
+        scores: AttentionScores,
+        tokens: Bool[Tensor, "B T"] | None,
+        has_choice: Bool[Tensor, "B H N"],
     ) -> None:
         looked_at = {"num_queries": self.num_queries, "real_queries": tokens}
         ids = self.finder.ids_of(call)
         if ids is not None:
             self._keep("induction", induction_weights(scores, ids, **looked_at)[0])
         bounds, query_idx = attention_sensitivity(scores, tol=THETA_TOL, **looked_at)
-        self._keep("theta_lower", bounds.lower)
-        self._keep("theta_upper", bounds.upper)
+        self._keep("theta_lower", bounds.lower.masked_fill(~has_choice, torch.nan))
+        self._keep("theta_upper", bounds.upper.masked_fill(~has_choice, torch.nan))
         if scores.num_heads > 1:
             self.similarity.append(attention_head_similarity(scores, **looked_at).nanmean(0).cpu())
         group = scores.num_heads // call.value.shape[1]
@@ -158,7 +163,7 @@ class SiteRows:
             square = outputs.double().square().sum((0, 2, 3))
             self.output_square[block.heads] += square.cpu()
         if scores.sink_score is None:
-            self._keep("softmax_norm", norms)
+            self._keep("softmax_norm", norms.masked_fill(~has_choice, torch.nan))
 
     def _add_raw_scores(
         self, call: AttentionCall, scores: AttentionScores, tokens: Bool[Tensor, "B T"] | None

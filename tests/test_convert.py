@@ -212,6 +212,33 @@ def test_the_probe_is_what_the_hosts_own_module_does(architecture, num_tokens, o
     assert checked
 
 
+def test_norms_with_gains_for_each_head_are_probed_as_the_host_runs_them():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CohereConfig(
+        vocab_size=67, hidden_size=60, intermediate_size=44, num_hidden_layers=1, head_dim=12,
+        num_attention_heads=5, num_key_value_heads=1, use_qk_norm=True, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.CohereForCausalLM(config).eval()
+    (site,) = lh.find_attention(model)
+    assert site.q_norm.weight.shape == (5, 12)
+    for norm in (site.q_norm, site.k_norm):
+        nn.init.uniform_(norm.weight, 0.5, 2.0)
+    unturned = {
+        "attention_mask": torch.zeros(1, 1, 17, 17).masked_fill(
+            torch.ones(17, 17).triu(1).bool(), -torch.inf
+        ),
+        "position_embeddings": (torch.ones(1, 17, 12), torch.zeros(1, 17, 12)),
+    }
+    before = run_alone(site, 17, unturned)
+    (layer,) = lh.convert(model, "quest").layers
+    after = run_alone(site, 17, unturned)
+    moved = ((after - before).norm() / before.norm()).item()
+    assert layer.moved == pytest.approx(moved, rel=1e-3)
+    assert moved > 0.01
+    lh.verify(model, {"input_ids": torch.arange(3, 14)[None]})
+
+
 @torch.no_grad()
 def run_alone(site, num_tokens, options):
     """The module on the probe's hidden states, without the bias of its output projection."""

@@ -183,5 +183,7 @@ def _normed(site: AttentionSite, norm: nn.Module | None, rows: Tensor) -> Tensor
     wide = copy.deepcopy(norm).to(rows.dtype)
     if not site.norm_spans_heads:
         return wide(rows)
-    together = wide(rows.transpose(1, 2).flatten(2))
-    return together.unflatten(-1, (rows.shape[1], -1)).transpose(1, 2)
+    by_token = rows.transpose(1, 2)
+    if getattr(norm, "weight").ndim == 2:  # noqa: B009  gains for each head
+        return wide(by_token).transpose(1, 2)
+    return wide(by_token.flatten(2)).unflatten(-1, (rows.shape[1], -1)).transpose(1, 2)

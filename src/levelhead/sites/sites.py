@@ -41,7 +41,8 @@ class AttentionSite:
             scores ``[B, H, D, D]``).
         is_causal: Whether the host masks the future.
         q_norm: The host's own norm on queries after projection, or None. ``k_norm`` likewise.
-        norm_spans_heads: Whether these norms run over all heads at once (OLMo-2).
+        norm_spans_heads: Whether these norms take all heads of a token: to norm them together
+            (OLMo-2) or with gains for each (Cohere).
         is_cosine: Whether the host scales queries and keys to unit length.
         has_rope: Whether the host rotates queries and keys; a YaRN rotation stretches both too,
             which is not in ``scale``.

@@ -1,6 +1,7 @@
 """What ``diagnose`` measures agrees with plain torch, and it says what it could not measure."""
 
 import json
+import logging
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from capturing import assert_put_back
 from hosts import HOSTS, tokens
+from levelhead import cli
 from levelhead.attention import Attention
 from levelhead.bench.timing import peak_extra_bytes
 from levelhead.capture import capture
@@ -17,7 +19,8 @@ from levelhead.commands import app
 from levelhead.convert import convert
 from levelhead.diagnose import diagnose, together
 from levelhead.diagnose_calls import block_outputs, scores_of, weight_blocks
-from levelhead.diagnose_command_models import load_named, made_batch
+from levelhead.diagnose_command_batch import made_batch
+from levelhead.diagnose_command_models import load_named
 from levelhead.diagnose_rows import SiteRows, reduce_rows
 from levelhead.diagnosis import Diagnosis
 from levelhead.sites.calls import AttentionCall
@@ -381,6 +384,50 @@ def test_corrupt_checkpoints_are_refused_in_words(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="could not be loaded"):
         load_named(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("name", ["batch.npy", "batch.safetensors"])
+def test_a_corrupt_batch_is_refused_with_its_name(tmp_path, name):
+    (tmp_path / name).write_bytes(b"torn")
+    with pytest.raises(ValueError, match=f"--data .*{name} could not be read .*; give a .safeten"):
+        load_named("test_diagnose:healthy", tmp_path / name)
+
+
+def needs_an_argument(model):
+    """For the command line: not to be called without."""
+    return model
+
+
+def test_a_function_that_wants_arguments_is_refused():
+    with pytest.raises(ValueError, match="must be called without arguments; missing a required"):
+        load_named("test_diagnose:needs_an_argument", None)
+
+
+def test_a_report_that_has_no_folder_is_refused_before_the_work(tmp_path, capsys):
+    out = tmp_path / "nowhere" / "report.html"
+    code = cli.main(["diagnose", "test_diagnose:healthy", "--out", str(out)])
+    assert code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--out must be a file in a folder that exists" in captured.err
+
+
+def test_a_name_that_cannot_be_downloaded_is_one_line(capsys, monkeypatch):
+    """The hub warns of each attempt; only what is wrong is told, and its logger left as it was."""
+    transformers = pytest.importorskip("transformers")
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+
+    def unreachable(name):
+        logger.warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no network")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    code = cli.main(["diagnose", "nobody/nothing"])
+    err = capsys.readouterr().err
+    assert (code, err.count("\n")) == (2, 1)
+    assert "nobody/nothing could not be loaded (OSError: no network); check the name" in err
+    assert logger.level == level
 
 
 def test_the_command_has_help_with_an_example():

@@ -54,7 +54,10 @@ def diagnose(
     """
     from levelhead.diagnose import diagnose as diagnose_model
     from levelhead.diagnose_command_models import load_named
+    from levelhead.shapes import require
 
+    exists = out is None or out.absolute().parent.is_dir()
+    require(exists, "--out must be a file in a folder that exists", str(out))
     loaded = load_named(model, data, random_weights)
     diagnosis = diagnose_model(
         loaded.model,

@@ -1,19 +1,23 @@
 """From a name on the command line to a model and a batch, and words about where they come from."""
 
 import importlib
+import inspect
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
+from torch import nn
 
 from levelhead.diagnose import Curves
+from levelhead.diagnose_command_batch import made_batch, read_batch
 from levelhead.harness.config import Cell, TaskSettings
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import make_task
@@ -26,9 +30,6 @@ from levelhead.harness.train import (
 from levelhead.modes import one_thread
 from levelhead.shapes import require
 from levelhead.store import SPEC, load
-
-DEFAULT_TOKENS, DEFAULT_BATCH = 64, 4
-DATA_FORMS = "a .safetensors file of named arguments, a .npy array, or a .txt file"
 
 
 @dataclass
@@ -54,7 +55,7 @@ def load_named(name: str, data: Path | None, random_weights: bool = False) -> Lo
     Args:
         name: ``module:function``, a run's folder, a folder of transformers or levelhead, the name
             of a timm model, or of one of transformers.
-        data: A file, see ``DATA_FORMS``; None makes a batch.
+        data: A file, see ``read_batch``; None makes a batch.
         random_weights: Build a timm model without its trained weights.
 
     Returns:
@@ -69,13 +70,26 @@ def load_named(name: str, data: Path | None, random_weights: bool = False) -> Lo
     elif ":" in name and not folder.exists():
         loaded = _from_function(name)
     else:
-        loaded = _from_library(name, random_weights)
+        with _quiet_hub():
+            loaded = _from_library(name, random_weights)
     if data is not None:
         loaded.batch = read_batch(data, name)
         loaded.origin = f"read from {data}"
     elif loaded.batch is None and not loaded.origin:
         loaded.batch, loaded.origin = made_batch(loaded.model)
     return loaded
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Leave out the warnings of every attempt at a download: the last error says what is wrong."""
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _from_function(name: str) -> Loaded:
@@ -89,12 +103,22 @@ def _from_function(name: str) -> Loaded:
         raise ValueError(f"{name} must name a function as module:function; {error}") from error
     finally:
         sys.path.pop(0)
+    _require_no_arguments(function, name)
     made = function()
     model, batch = made if isinstance(made, tuple) else (made, None)
     is_model = isinstance(model, nn.Module)
     came = type(model).__name__
     require(is_model, f"{name} must return a module, or a module and a batch", came)
     return Loaded(model, batch, "" if batch is None else f"from {name}")
+
+
+def _require_no_arguments(function: Any, name: str) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{name} must be called without arguments; {error}") from error
+    except ValueError:
+        return  # some of Python's own functions do not say what they take
 
 
 def _from_training(folder: Path) -> Loaded:
@@ -204,91 +228,3 @@ def trained(task: Any, cell: Cell, on_step: Callable[[], None] = lambda: None) -
             training_step(task, model.train(), optimizer, next(batches))
             on_step()
     return model
-
-
-def read_batch(path: Path, name: str) -> Any:
-    """Read a batch from a file.
-
-    Args:
-        path: See ``DATA_FORMS``; text goes through the tokenizer that lies beside the model.
-        name: The model's folder or name.
-
-    Returns:
-        What to call the model with.
-
-    Raises:
-        ValueError: No such file, or another kind of file.
-    """
-    require(path.exists(), "--data must be a file that exists", str(path), DATA_FORMS)
-    if path.suffix == ".safetensors":
-        return importlib.import_module("safetensors.torch").load_file(path)
-    if path.suffix == ".npy":
-        import numpy as np
-
-        return torch.from_numpy(np.load(path, allow_pickle=False))
-    require(path.suffix == ".txt", "--data must be of a known kind", path.name, DATA_FORMS)
-    tokenizer = importlib.import_module("transformers").AutoTokenizer.from_pretrained(name)
-    lines = [line for line in path.read_text().splitlines() if line.strip()][:DEFAULT_BATCH]
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return dict(tokenizer(lines, return_tensors="pt", padding=True, truncation=True))
-
-
-def made_batch(model: nn.Module) -> tuple[Any, str]:
-    """Make a batch from what a model says about its input.
-
-    Args:
-        model: Of timm or transformers.
-
-    Returns:
-        The batch and words about it; None where the model says nothing.
-    """
-    generator = torch.Generator().manual_seed(0)
-    size: Any = getattr(model, "pretrained_cfg", None)
-    if size and "input_size" in size:
-        images = torch.randn(DEFAULT_BATCH, *_image_size(model, size), generator=generator)
-        return images, "made: random images (seed 0); give --data for real ones"
-    config: Any = getattr(model, "config", None)
-    if config is None:
-        return None, "none: the model does not say what it takes; give --data"
-    batch = _from_config(model, config, generator)
-    if not batch:
-        return None, "none: the model's config does not say what it takes; give --data"
-    return batch, f"made: random {', '.join(batch)} (seed 0); give --data for real ones"
-
-
-def _image_size(model: nn.Module, config: Any) -> tuple[int, int, int]:
-    """As the model was built, which may differ from its pretrained config."""
-    channels, height, width = config["input_size"]
-    built: Any = getattr(getattr(model, "patch_embed", None), "img_size", None)
-    return (channels, *built) if built is not None else (channels, height, width)
-
-
-def _from_config(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    batch: dict[str, Tensor] = {}
-    main = getattr(model, "main_input_name", "input_ids")
-    vision = getattr(config, "vision_config", config)
-    text = getattr(config, "text_config", config)
-    if main == "pixel_values" or hasattr(config, "vision_config"):
-        side = vision.image_size
-        side = side if isinstance(side, int) else side[0]
-        shape = (DEFAULT_BATCH, getattr(vision, "num_channels", 3), side, side)
-        batch["pixel_values"] = torch.randn(shape, generator=generator)
-    if main == "input_features":
-        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-        batch["input_features"] = torch.randn(shape, generator=generator)
-    if main == "input_ids" or hasattr(config, "text_config"):
-        batch["input_ids"] = _tokens(text, DEFAULT_BATCH, generator)
-    if getattr(config, "is_encoder_decoder", False):
-        count = 1 if main == "input_features" else DEFAULT_BATCH
-        batch["decoder_input_ids"] = _tokens(config, count, generator)
-    return batch
-
-
-def _tokens(config: Any, count: int, generator: torch.Generator) -> Tensor:
-    limits = [
-        getattr(config, name, None)
-        for name in ("max_position_embeddings", "n_positions", "max_target_positions")
-    ]
-    length = min([DEFAULT_TOKENS, *(limit - 2 for limit in limits if limit)])
-    return torch.randint(3, config.vocab_size, (count, length), generator=generator)

@@ -20,6 +20,7 @@ from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
 from levelhead.diagnose import diagnose
 from levelhead.harness.models.vit import ViT, ViTConfig
 from levelhead.harness.runs import replace_text
+from levelhead.modes import one_thread
 from levelhead.monitor import Monitor
 
 CADENCE, CADENCE_STEPS = 50, 200
@@ -271,6 +272,23 @@ def _record(name: str, found: dict[str, float], bar: float, **more: Any) -> dict
 Part = Callable[[], list[dict[str, Any]]]
 
 
+def on_one_thread(part: Part) -> Part:
+    """Let a part run on one thread, as the comparison trains its small models.
+
+    Args:
+        part: Of the benchmark.
+
+    Returns:
+        The part; its records say so.
+    """
+
+    def run_alone() -> list[dict[str, Any]]:
+        with one_thread():
+            return [row | {"threads": 1} for row in part()]
+
+    return run_alone
+
+
 def parts_of(
     num_layers: int, num_tokens: int, num_images: int, repeats: int, num_steps: int, folder: Path
 ) -> dict[str, Part]:
@@ -289,13 +307,15 @@ def parts_of(
     """
     vit = small_vit()
     parts: dict[str, Part] = {
-        "small ViT, steps": lambda: measure_step("small ViT", *vit, 2 * repeats, folder, 20),
-        "small ViT, cadence": lambda: measure_cadence(
-            "small ViT", *vit, repeats, folder, CADENCE_STEPS
+        "small ViT, steps": on_one_thread(
+            lambda: measure_step("small ViT", *vit, 2 * repeats, folder, 20)
+        ),
+        "small ViT, cadence": on_one_thread(
+            lambda: measure_cadence("small ViT", *vit, repeats, folder, CADENCE_STEPS)
         ),
     }
     if num_steps:
-        parts["growth"] = lambda: measure_growth(num_steps, folder)
+        parts["growth"] = on_one_thread(lambda: measure_growth(num_steps, folder))
     if num_layers:
         name = f"GPT-2, {num_layers} layers, width 768, {num_tokens} tokens"
         parts[name] = lambda: measure_step(name, *gpt2(num_layers, num_tokens), repeats, folder, 1)

@@ -52,19 +52,14 @@ def affine_output(
     Source: Bae et al. 2026, arXiv 2602.23057.
     """
     compute_dtype = at_least_float32(attn_output.dtype, alpha.dtype)
-    scaled = alpha.to(compute_dtype) * attn_output
-    return (scaled + _group(shift.to(compute_dtype), visible)).to(attn_output.dtype)
-
-
-def _group(
-    factor: Float[Tensor, "B H T 1"], rows: Float[Tensor, "B Hkv #T Dv"]
-) -> Float[Tensor, "B H T Dv"]:
-    """Multiply without repeating the rows of a key/value head for its query heads."""
-    num_heads, num_row_heads = factor.shape[1], rows.shape[1]
-    if num_heads == num_row_heads:
-        return factor * rows
-    grouped = factor.unflatten(1, (num_row_heads, num_heads // num_row_heads))
-    return (grouped * rows.unsqueeze(2)).flatten(1, 2)
+    scaled, shift = alpha.to(compute_dtype) * attn_output, shift.to(compute_dtype)
+    num_groups = shift.shape[1] // visible.shape[1]
+    if num_groups == 1:
+        return torch.addcmul(scaled, shift, visible).to(attn_output.dtype)
+    # A key/value head is not repeated for its query heads.
+    grouped, shift = (rows.unflatten(1, (-1, num_groups)) for rows in (scaled, shift))
+    shifted = torch.addcmul(grouped, shift, visible.unsqueeze(2))
+    return shifted.flatten(1, 2).to(attn_output.dtype)
 
 
 def affine_weights(

@@ -186,6 +186,28 @@ def test_the_probe_is_the_distance_of_the_papers_weights():
     assert conversion.layers[0].moved == pytest.approx(moved, rel=1e-4)
 
 
+@pytest.mark.parametrize(("kdim", "vdim"), [(16, 20), (None, 20), (16, None)])
+@pytest.mark.parametrize("variant", ["quest", "affine + gate"])
+def test_keys_and_values_may_be_made_of_other_things(kdim, vdim, variant):
+    torch.manual_seed(0)
+    mha = nn.MultiheadAttention(42, 3, kdim=kdim, vdim=vdim, batch_first=True)
+    (site,) = lh.find_attention(mha)
+    generator = torch.Generator().manual_seed(0)  # the probe's states
+    widths = (42, kdim or 42, vdim or 42)
+    states = [torch.randn(1, 17, width, generator=generator) for width in widths]
+    if site.kind == "self" and kdim is None:
+        generator = torch.Generator().manual_seed(0)
+        states = [torch.randn(1, 17, width, generator=generator) for width in (42, 20)]
+        states.insert(0, states[0])
+    before = mha(*states, need_weights=False)[0]
+    (layer,) = lh.convert(mha, variant).layers
+    moved = (mha(*states, need_weights=False)[0] - before).norm() / before.norm()
+    assert layer.moved == pytest.approx(moved.item(), rel=1e-3, abs=1e-6)
+    assert (moved > 0.01) == (variant == "quest")
+    lh.restore(mha)
+    assert torch.equal(mha(*states, need_weights=False)[0], before)
+
+
 OLMO2 = {"attention_mask": None, "position_embeddings": (torch.ones(1, 17, 14), torch.zeros(1))}
 
 

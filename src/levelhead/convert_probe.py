@@ -27,6 +27,8 @@ from levelhead.variants import make_parts, parse_variant
 
 PROBE_TOKENS = 17
 WIDE = (torch.float32, torch.float64)
+Hidden = tuple[Tensor, Tensor, Tensor]
+"""Inputs of the projections of q, k and v."""
 OVER_CHANNELS = ("cross_covariance", "channel")
 """Kinds whose queries and keys are the channels of a head."""
 
@@ -116,17 +118,22 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(at_least_float32(tensor.dtype))
 
 
-def _hidden_states(site: AttentionSite, num_tokens: int = PROBE_TOKENS) -> tuple[Tensor, Tensor]:
-    """What queries are made of, and what keys and values are made of."""
+def _hidden_states(site: AttentionSite, num_tokens: int = PROBE_TOKENS) -> Hidden:
+    """What queries, keys and values are made of."""
     like, generator = _wide(site.layout.q.weight.parameter), torch.Generator().manual_seed(0)
-    query_side = torch.randn(1, num_tokens, site.embed_dim, generator=generator)
-    query_side = query_side.to(like.device, like.dtype)
+
+    def draw(length: int, width: int) -> Tensor:
+        return torch.randn(1, length, width, generator=generator).to(like.device, like.dtype)
+
+    query_side = draw(num_tokens, site.embed_dim)
     if site.kind == "class":
-        return query_side[:, :1], query_side
-    if site.kv_embed_dim == site.embed_dim and site.kind != "cross":
-        return query_side, query_side
-    key_side = torch.randn(1, PROBE_TOKENS, site.kv_embed_dim, generator=generator)
-    return query_side, key_side.to(like.device, like.dtype)
+        return query_side[:, :1], query_side, query_side
+    key_side = query_side
+    if site.kv_embed_dim != site.embed_dim or site.kind == "cross":
+        key_side = draw(PROBE_TOKENS, site.kv_embed_dim)
+    if site.v_embed_dim == site.kv_embed_dim:
+        return query_side, key_side, key_side
+    return query_side, key_side, draw(key_side.shape[1], site.v_embed_dim)
 
 
 _AS_THEY_ARE = Projections()
@@ -135,13 +142,13 @@ _AS_THEY_ARE = Projections()
 def _project(
     site: AttentionSite,
     which: str,
-    hidden: tuple[Tensor, Tensor],
+    hidden: Hidden,
     part: Projections = _AS_THEY_ARE,
 ) -> Tensor:
     projection: Projection = getattr(site.layout, which)
     weight, bias = _wide(logical_weight(projection)), logical_bias(projection)
     bias = None if bias is None else _wide(bias)
-    projected = part.project(which, hidden[which != "q"], weight, bias)
+    projected = part.project(which, hidden[WHICH.index(which)], weight, bias)
     heads = site.num_heads if which == "q" else site.num_kv_heads
     return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
 
@@ -150,7 +157,7 @@ def _attend(
     site: AttentionSite,
     inner: InnerAttention,
     rows: dict[str, Tensor],
-    hidden: tuple[Tensor, Tensor],
+    hidden: Hidden,
     early_norm: DotProduct | None = None,
 ) -> Tensor:
     query, key = _host_norms(site, rows["q"], rows["k"])

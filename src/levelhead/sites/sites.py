@@ -62,6 +62,7 @@ class AttentionSite:
         v_head_dim: Width of a value head; D almost always.
         embed_dim: E, width of the query side's input.
         kv_embed_dim: Width of the key side's input; E unless the kind is "cross".
+        v_embed_dim: Width of what values are made of; that of keys but for torch's ``vdim``.
     """
 
     name: str
@@ -92,12 +93,13 @@ class AttentionSite:
     v_head_dim: int = field(init=False)
     embed_dim: int = field(init=False)
     kv_embed_dim: int = field(init=False)
+    v_embed_dim: int = field(init=False)
 
     def __post_init__(self) -> None:
         require_known("kind of attention site", self.kind, KINDS)
         q_width, self.embed_dim = self.layout.q.weight.shape
         k_width, self.kv_embed_dim = self.layout.k.weight.shape
-        v_width, v_embed_dim = self.layout.v.weight.shape
+        v_width, self.v_embed_dim = self.layout.v.weight.shape
         sizes = f"q {q_width}, k {k_width}, v {v_width} outputs, num_heads={self.num_heads}"
         where = f"{self.name} ({type(self.module).__name__})"
         require(

@@ -31,6 +31,7 @@ from levelhead.findings import judge, verdict
 from levelhead.measure.streaming import DEFAULT_QUERIES
 from levelhead.modes import one_thread
 from levelhead.shapes import require
+from levelhead.sharding import borrowed_parameters
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.find import find_attention
 from levelhead.sites.reading import Reader
@@ -183,6 +184,16 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _site_records(
+    site: AttentionSite,
+    rows: SiteRows,
+    contraction: Mapping[str, float],
+    not_measured: list[str],
+) -> list[Record]:
+    with borrowed_parameters(site.module.modules()):
+        return list(_records_of(site, rows, contraction, not_measured))
+
+
+def _records_of(
     site: AttentionSite,
     rows: SiteRows,
     contraction: Mapping[str, float],

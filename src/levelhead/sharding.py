@@ -51,6 +51,24 @@ def whole_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     Yields:
         Nothing.
     """
+    with borrowed_parameters(modules) as whole:
+        yield
+        for shard, values in whole:
+            _send_back(values, shard)
+
+
+@contextmanager
+def borrowed_parameters(modules: Iterable[nn.Module]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Let modules hold whole parameters, to be read: what is written to them is lost.
+
+    Every rank must enter, in the same order. Parameters that are not sharded are not touched.
+
+    Args:
+        modules: Whose own parameters are needed whole, children not included.
+
+    Yields:
+        Each shard with its whole parameter.
+    """
     held = [
         (module, name, parameter)
         for module in dict.fromkeys(modules)
@@ -62,9 +80,7 @@ def whole_parameters(modules: Iterable[nn.Module]) -> Iterator[None]:
     for module, name, shard in held:
         module._parameters[name] = whole[id(shard)]
     try:
-        yield
-        for key, shard in shards.items():
-            _send_back(whole[key], shard)
+        yield [(shard, whole[key]) for key, shard in shards.items()]
     finally:
         for module, name, shard in held:
             module._parameters[name] = shard

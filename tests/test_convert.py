@@ -329,6 +329,32 @@ def test_illegal_variants_are_refused(variant, message):
     assert facts(model) == before
 
 
+@pytest.mark.parametrize("layers", [1, True, "transformer.h.1.attn"])
+def test_one_layer_without_a_list_is_refused(layers):
+    model = HOSTS["gpt2"].build()
+    with pytest.raises(ValueError, match="layers must be a list, got layers=.*valid: a list of 0"):
+        lh.convert(model, "quest", layers=layers)
+
+
+@pytest.mark.parametrize("model", ["gpt2", None])
+def test_what_is_no_module_is_refused(model):
+    with pytest.raises(ValueError, match=r"model must be a torch.nn.Module, got a (str|NoneType)"):
+        lh.convert(model, "quest")
+
+
+@pytest.mark.parametrize("variant", ["sigma_reparam", "spectral(form='svd')"])
+def test_weights_that_are_not_finite_are_refused_where_they_are_decomposed(variant):
+    model = HOSTS["gpt2"].build()
+    with torch.no_grad():
+        model.transformer.h[1].attn.c_attn.weight[0, 0] = torch.nan
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(
+        ValueError, match=r"must be finite.*got a weight of shape \[(1, )?30, 30\]"
+    ):
+        lh.convert(model, variant)
+    assert [name for name, _ in model.named_modules()] == names
+
+
 def test_an_unknown_start_is_refused():
     with pytest.raises(ValueError, match="unknown start 'papers'; known: preserve, paper"):
         lh.convert(HOSTS["llama"].build(), "quest", start="papers")

@@ -179,6 +179,14 @@ def test_calls_tell_whether_the_future_is_hidden_where_the_model_cannot():
     )
 
 
+def test_states_in_place_of_ids_move_what_follows_them_behind_a_layer_norm():
+    """A change that is the same in all coordinates would be taken back by the norm."""
+    model, _ = converted("gpt2")
+    checks = verify(model, {"inputs_embeds": torch.randn(2, 9, 30)}).checks
+    (check,) = [check for check in checks if check.name == "mask leak"]
+    assert check.detail.startswith("changed tokens 5 (moved 4 of 9), 8 (moved 1 of 9)")
+
+
 def test_a_model_that_sees_the_future_beside_its_attention_is_told_apart():
     """Its causal attention makes a promise that stock breaks too: the user says what is meant."""
 

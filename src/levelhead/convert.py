@@ -125,9 +125,11 @@ def _choose(
 def _named(sites: list[AttentionSite], layers: Layers) -> list[AttentionSite]:
     known: dict[int | str, AttentionSite] = {site.layer_idx: site for site in sites}
     known |= {site.name: site for site in sites}
+    valid = ", ".join(f"{site.layer_idx} ({site.name})" for site in sites)
+    is_one = isinstance(layers, str) or not isinstance(layers, Iterable)
+    require(not is_one, "layers must be a list", f"layers={layers!r}", f"a list of {valid}")
     layers = list(layers)
     unknown = [layer for layer in layers if layer not in known]
-    valid = ", ".join(f"{site.layer_idx} ({site.name})" for site in sites)
     require(not unknown, "layers must be positions or names of attentions", f"{unknown}", valid)
     require(bool(layers), "at least one layer must be named", "layers=[]", valid)
     chosen = {known[layer].layer_idx for layer in layers}

@@ -22,8 +22,10 @@ def check_model(model: nn.Module) -> None:
         model: The outermost module.
 
     Raises:
-        ValueError: The model is compiled or wrapped for several ranks.
+        ValueError: No module, or one that is compiled or wrapped for several ranks.
     """
+    is_module = isinstance(model, nn.Module)
+    require(is_module, "model must be a torch.nn.Module", f"a {type(model).__name__}")
     wrapped = [type(m).__name__ for m in model.modules() if type(m).__name__ in WRAPPERS]
     require(
         not wrapped,

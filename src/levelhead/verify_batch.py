@@ -124,9 +124,13 @@ class Tokens:
 
 
 def _others(tensor: Tensor) -> Tensor:
-    """Something else at every position: another id of the batch, or a shifted state."""
+    """Something else at every position: another id of the batch, or a state plus a ramp.
+
+    A ramp, because a LayerNorm takes back what is the same in all coordinates.
+    """
     if tensor.is_floating_point():
-        return tensor + tensor.std() + 0.5
+        ramp = torch.linspace(-1, 1, tensor.shape[-1], device=tensor.device, dtype=tensor.dtype)
+        return tensor + (tensor.std() + 0.5) * ramp
     values = tensor.unique()
     if len(values) == 1:
         return torch.where(tensor == 0, 1, tensor - 1)

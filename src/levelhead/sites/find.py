@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
+from levelhead.shapes import require
 from levelhead.sites.own_sites import read_own
 from levelhead.sites.reading import HOW_TO_READ, Reader, has_tensors, made_by
 from levelhead.sites.sites import AttentionSite
@@ -41,7 +42,8 @@ def find_attention(
         used several times is one site.
 
     Raises:
-        ValueError: No attention was found, or one looks like an attention but cannot be read.
+        ValueError: Not a module, no attention was found, or one looks like an attention but
+            cannot be read.
 
     Example:
         >>> import torch, levelhead as lh
@@ -50,6 +52,8 @@ def find_attention(
         [('self_attn', 3, 16)]
     """
     ignore = tuple(ignore)
+    is_module = isinstance(model, nn.Module)
+    require(is_module, "model must be a torch.nn.Module", f"a {type(model).__name__}")
     sites = list(_read_all(model, readers, ignore))
     strangers = _unread(model, sites, ignore)
     if strangers:

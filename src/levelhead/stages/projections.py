@@ -79,9 +79,17 @@ def spectral_correction(weight: Float[Tensor, "*batch E D"]) -> Float[Tensor, "*
     Returns:
         C in the dtype of ``weight``, computed in float32 or wider.
 
+    Raises:
+        ValueError: W is not finite.
+
     Source: Saratchandran & Lucey 2025, arXiv 2603.07162, theorem of the svd form.
     """
     wide = weight.detach().to(at_least_float32(weight.dtype))
+    require(
+        wide.is_meta or bool(wide.isfinite().all()),
+        "a weight that is corrected by its singular vectors must be finite",
+        f"a weight of shape {list(weight.shape)} that is not",
+    )
     with without_autocast(weight.device.type):
         u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)
         return (sigma[..., :1, None] * (u @ vh)).to(weight.dtype)

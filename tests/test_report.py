@@ -395,6 +395,9 @@ def test_the_same_finding_at_several_layers_is_one_card_with_all_numbers():
 def test_the_page_opens_at_the_head_of_the_first_finding(page):
     figure = next(f for f in page.data["figures"] if f["kind"] == "heads")
     assert (figure["first"], figure["start"]) == ("entropy_nats_q50", [1, 2])
+    of_layer = diagnosis_page(made_up_diagnosis(findings=[finding_at(2, -1, 0.01)]))
+    figure = next(f for f in of_layer["figures"]["figures"] if f["kind"] == "heads")
+    assert figure["start"] == [2, 0]
     healthy = Page(render_diagnosis(made_up_diagnosis(findings=[])))
     figure = next(f for f in healthy.data["figures"] if f["kind"] == "heads")
     assert figure["start"] is None

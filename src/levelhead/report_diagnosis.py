@@ -270,10 +270,8 @@ def _heads_section(heads: dict[str, Any], findings: Sequence[Any]) -> dict[str, 
 
 
 def _start(told: Sequence[Any], places: Mapping[str, int]) -> list[int] | None:
-    """The head that the page opens with: that of the first finding."""
-    return next(
-        ([places[f.layer], f.head] for f in told if f.layer in places and f.head >= 0), None
-    )
+    """The head that the page opens with: that of the first finding, the first of a layer's."""
+    return next(([places[f.layer], max(f.head, 0)] for f in told if f.layer in places), None)
 
 
 def _curves_section(curves: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:

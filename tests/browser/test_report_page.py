@@ -216,6 +216,18 @@ def test_the_page_opens_at_the_first_finding_and_leads_to_the_others(open_tab, k
     tab.assert_clean()
 
 
+def test_a_finding_of_a_whole_layer_opens_the_layer(open_tab, tmp_path):
+    diagnosis = made_up_diagnosis()
+    whole = [type(f)(**{**vars(f), "head": -1}) for f in diagnosis.findings]
+    made_up_diagnosis(findings=whole).to_html(tmp_path / "page.html")
+    tab = open_tab(tmp_path / "page.html")
+    for _ in ("as it opens", "as its button leads to it"):
+        assert tab.page.inner_text(".head-panel h3") == "blocks.1.attn, head 0"
+        assert "whole layer: the head looks at one key" in tab.page.inner_text(".head-panel .told")
+        tab.page.click(".go")
+    tab.assert_clean()
+
+
 OVERLAPS = """() => {
   const found = [];
   for (const plot of document.querySelectorAll('.depth .plot svg, .lines .plot svg, \

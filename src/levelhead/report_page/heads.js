@@ -39,7 +39,7 @@ function chooseHead(layer, head) {
 }
 
 function chooseLayer(layer) {
-  Object.assign(heads, { layer, head: 0, isChosen: false });
+  Object.assign(heads, { layer, head: 0, isChosen: true });
   redrawHeads();
   document.querySelector(`.cell[data-layer="${layer}"]`)?.focus({ preventScroll: true });
 }

@@ -166,3 +166,65 @@ def test_a_backward_pass_under_autocast_keeps_the_precision_of_the_forward_pass(
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(output, inputs, grad)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("_tile_size")
+@pytest.mark.parametrize("normaliser", ["softmax", "sink"])
+@pytest.mark.parametrize("size", [-1e38, -1e30, -1e9, 1e9, 1e30])
+def test_a_large_bias_on_a_whole_row_keeps_the_digits_of_its_gradients(size, normaliser):
+    inner = lh.InnerAttention(f"soft_cap(cap=50.0) + {normaliser}", embed_dim=H * D, num_heads=H)
+    inputs = [draw(B, H, n, D, dtype=torch.float32) for n in (T, S, S)]
+    bias = torch.zeros(T, S)
+    bias[3] = size
+    output = inner(*inputs, attn_bias=bias)
+    expected = lh.reference_attention(inner, *inputs, attn_bias=bias).attn_output
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    learning, grad = [*inputs, *inner.parameters()], torch.randn_like(output)
+    found = torch.autograd.grad(output, learning, grad)
+    wanted = torch.autograd.grad(expected, learning, grad)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sink_in_half_precision_beside_wider_rows_keeps_its_digits():
+    inner = lh.InnerAttention(
+        "soft_cap(cap=50.0) + sink(start=0.71)", embed_dim=H * D, num_heads=H, dtype=torch.bfloat16
+    )
+    inputs = [draw(B, H, T, D, dtype=torch.float32) for _ in range(3)]
+    output = inner(*inputs)
+    expected = lh.reference_attention(inner, *inputs).attn_output
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    learning = list(inner.parameters())
+    (found,) = torch.autograd.grad(output.sum(), learning)
+    torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), learning)[0])
+
+
+def test_its_output_may_be_written_in_place_where_nothing_is_learnt_from_it():
+    inner = lh.InnerAttention("soft_cap(cap=1.3)", embed_dim=H * D, num_heads=H)
+    inputs = [draw(B, H, T, D, dtype=torch.float32) for _ in range(3)]
+    torch.testing.assert_close(inner(*inputs).mul_(2), 2 * inner(*inputs))
+
+
+def test_what_is_written_in_place_before_the_backward_pass_is_refused():
+    inner = lh.InnerAttention("soft_cap(cap=1.3)", embed_dim=H * D, num_heads=H)
+    for number in range(4):
+        inputs = [draw(B, H, T, D, dtype=torch.float32) + 0 for _ in range(3)]
+        mask = torch.ones(T, T, dtype=torch.bool)
+        output = inner(*inputs, attn_mask=mask)
+        [*inputs, mask][number].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_tangents_in_forward_mode_are_those_of_the_reference():
+    inner = lh.InnerAttention(
+        "soft_cap(cap=1.3) + sink", embed_dim=H * D, num_heads=H, dtype=torch.float64
+    )
+    with torch.autograd.forward_ad.dual_level():
+        inputs = [
+            torch.autograd.forward_ad.make_dual(draw(B, H, T, D), torch.randn(B, H, T, D).double())
+            for _ in range(3)
+        ]
+        outputs = inner(*inputs), lh.reference_attention(inner, *inputs).attn_output
+        found, expected = (torch.autograd.forward_ad.unpack_dual(o).tangent for o in outputs)
+    torch.testing.assert_close(found, expected)

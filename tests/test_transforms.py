@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import levelhead as lh
 from cases import OPTIONS, all_terms, full_house
+from levelhead.stages.chunks import BLOCK
 
 EVERY = [*all_terms(), *OPTIONS, full_house()]
 B, T, E, H = 3, 7, 30, 6
@@ -41,6 +42,19 @@ def test_gradients_of_each_sample_add_up_to_that_of_the_batch(variant):
     layer(hidden_states, is_causal=True).square().sum().backward()
     for name, parameter in layer.named_parameters():
         torch.testing.assert_close(per_sample[name].sum(0), parameter.grad)
+
+
+@pytest.mark.parametrize("variant", ["soft_cap(cap=1.3)", "affine", "soft_cap(cap=1.3) + sink"])
+def test_transforms_take_more_tokens_than_a_block_or_a_run(variant):
+    layer = lh.Attention(6, 2, variant=variant, dtype=torch.float64).eval()
+    hidden_states = torch.randn(1, BLOCK + 3, 6, dtype=torch.float64)
+
+    def loss(rows, plain):
+        output = layer(rows, is_causal=True, need_weights=plain)
+        return (output[0] if plain else output).square().sum()
+
+    found, expected = (grad(loss)(hidden_states, plain) for plain in (False, True))
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("variant", EVERY)

@@ -37,6 +37,21 @@ def test_a_running_sum_keeps_its_precision_under_autocast():
         torch.testing.assert_close(running_sum(rows), rows.cumsum(dim=2), rtol=1e-4, atol=1e-4)
 
 
+def test_the_gradient_of_a_running_sum_keeps_its_precision_under_autocast():
+    rows, grad = torch.randn(B, H, 131, D, requires_grad=True), torch.randn(B, H, 131, D)
+    total = running_sum(rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(total, rows, grad)
+    torch.testing.assert_close(found, grad.flip(2).cumsum(2).flip(2), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_first_second_and_forward_derivatives_of_a_running_sum():
+    rows = torch.randn(1, 2, 67, 1, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(running_sum, (rows,), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda rows: running_sum(rows).square(), (rows,))
+
+
 @pytest.mark.parametrize("num_queries", [11, WINDOW_QUERIES + 1])
 @pytest.mark.parametrize("mask_heads", [1, H])
 def test_every_route_gives_the_mean_and_zeros_for_empty_rows(num_queries, mask_heads):

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.modes import is_transformed
+from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
@@ -45,9 +45,12 @@ def fits_capped_attention(
 
     Returns:
         False off the CPU, in half precision, with a cap so high that it costs the scores their
-        digits, with dropout or a bias that learns, for a compiler and inside ``torch.func``.
+        digits, with dropout or a bias that learns, for a compiler, inside ``torch.func`` and in
+        forward mode.
     """
-    if torch.compiler.is_compiling() or is_transformed() or dropout_p > 0 or query.numel() == 0:
+    if torch.compiler.is_compiling() or is_transformed() or is_forward_mode():
+        return False
+    if dropout_p > 0 or query.numel() == 0:
         return False
     learns = mask.bias is not None and mask.bias.requires_grad
     if query.device.type != "cpu" or query.dtype not in _DTYPES or learns:
@@ -133,10 +136,26 @@ class _Scores:
         key = tile.of_keys(self.key)
         return torch.bmm(query, key.mT, out=self.buffer(0, tile)).sigmoid_()
 
-    def mask_(self, values: Float[Tensor, "h t s"], tile: _Tile, factor: float) -> None:
-        """Add the bias, times a factor, and put -inf where a query may not attend."""
-        if self.mask.bias is not None:
-            values.add_(tile.of_mask(self.mask.bias), alpha=factor)
+    def biased(self, levels: Tensor, tile: _Tile, out: Tensor) -> Float[Tensor, "h t s"]:
+        """Return the levels with the bias; the levels themselves, and ``out`` free, if none."""
+        if self.mask.bias is None:
+            return levels
+        bias = tile.of_mask(self.mask.bias)
+        return torch.add(levels, bias, alpha=1 / (2 * self.cap), out=out)
+
+    def exponents(
+        self, levels: Tensor, top: Tensor, log_total: Tensor, out: Tensor
+    ) -> Float[Tensor, "h t s"]:
+        """Return ``slope (levels - top) - log_total``; with a bias, differences come first.
+
+        Of biases as large as 1e9, on a whole row, only the differences have digits.
+        """
+        if self.mask.bias is None:
+            return torch.add(top * -self.slope - log_total, levels, alpha=self.slope, out=out)
+        return torch.add(-log_total, torch.sub(levels, top, out=out), alpha=self.slope, out=out)
+
+    def hide_(self, values: Float[Tensor, "h t s"], tile: _Tile) -> None:
+        """Put -inf where a query may not attend."""
         if self.mask.mask is not None:
             values.masked_fill_(~tile.of_mask(self.mask.mask), -torch.inf)
         past = self.mask.num_keys - self.mask.num_queries
@@ -163,15 +182,16 @@ class CappedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, sink_score, mask, scale, cap, plain):
         with without_autocast("cpu"):
             scores = _Scores(query, key, mask, scale, cap)
-            output, log_sum = _attend(scores, value, sink_score)
-        ctx.save_for_backward(query, key, value, sink_score, output, log_sum, mask.mask, mask.bias)
+            output, *normaliser = _attend(scores, value, sink_score)
+        inputs = (query, key, value, sink_score, mask.mask, mask.bias)
+        ctx.save_for_backward(*inputs, output, *normaliser)
         ctx.mask = replace(mask, mask=None, bias=None)
         ctx.scale, ctx.cap, ctx.plain = scale, cap, plain
         return output
 
     @staticmethod
     def backward(ctx, *grads):
-        query, key, value, sink_score, output, log_sum, *parts = ctx.saved_tensors
+        query, key, value, sink_score, *parts, output, top, log_total = ctx.saved_tensors
         if torch.is_grad_enabled() or _is_batched(grads[0]):
             found = _plain_gradients(ctx.plain, query, key, value, sink_score, grads[0])
             return *found, None, None, None, None
@@ -179,10 +199,11 @@ class CappedAttention(torch.autograd.Function):
         with without_autocast("cpu"):
             scores = _Scores(query, key, mask, ctx.scale, ctx.cap)
             moved = (grads[0] * output).sum(dim=-1, keepdim=True)
-            found = _gradients(scores, value, log_sum, grads[0], moved)
+            found = _gradients(scores, value, top, log_total, grads[0], moved)
             grad_sink = None
             if sink_score is not None:
-                weights = (_sink_level(sink_score, ctx.cap) * scores.slope - log_sum).exp2_()
+                level = _sink_level(sink_score.to(top.dtype), ctx.cap)
+                weights = ((level - top) * scores.slope - log_total).exp2_()
                 grad_sink = -(weights * moved).sum(dim=(0, 2, 3))
         return *found, grad_sink, None, None, None, None
 
@@ -194,44 +215,48 @@ def _sink_level(sink_score: Float[Tensor, " H"], cap: float) -> Float[Tensor, "H
 
 def _attend(
     scores: _Scores, value: Tensor, sink_score: Tensor | None
-) -> tuple[Float[Tensor, "B H T Dv"], Float[Tensor, "B H T 1"]]:
-    """Return the output, and the logarithm to base two of what the weights were divided by.
+) -> tuple[Float[Tensor, "B H T Dv"], Float[Tensor, "B H T 1"], Float[Tensor, "B H T 1"]]:
+    """Return the output, the highest level, and log2 of the sum of the weights from there.
 
     Sums over the tiles so far count from the highest level so far.
     """
     batch, num_heads, num_queries, _ = scores.query.shape
-    output = value.new_zeros(batch, num_queries, num_heads, value.shape[-1]).transpose(1, 2)
+    # Heads of a token side by side, and no view: it may be written in place.
+    output = torch.empty_permuted(
+        (batch, num_heads, num_queries, value.shape[-1]), (0, 2, 1, 3), dtype=value.dtype
+    ).zero_()
     top, total = scores.query.new_zeros(2, batch, num_heads, num_queries, 1).unbind()
-    if sink_score is None:
-        top.fill_(-torch.finfo(top.dtype).max / (4 * max(1.0, scores.slope)))
+    zero = total.new_zeros(())
+    if sink_score is None:  # below every bias that does not forbid
+        top.fill_(-0.75 * torch.finfo(top.dtype).max / max(1.0, scores.slope))
     else:
-        top.copy_(_sink_level(sink_score, scores.cap))
+        top.copy_(_sink_level(sink_score.to(top.dtype), scores.cap))
         total.fill_(1.0)
     for tile in scores.tiles():
         levels = scores.levels(tile)
-        scores.mask_(levels, tile, 1 / (2 * scores.cap))
+        levels = scores.biased(levels, tile, out=levels)
+        scores.hide_(levels, tile)
         before = tile.of_queries(top)
         highest = torch.maximum(before, levels.amax(dim=-1, keepdim=True))
         kept = ((before - highest) * scores.slope).exp2_()
-        weights = torch.add(
-            highest * -scores.slope, levels, alpha=scores.slope, out=levels
-        ).exp2_()
+        weights = scores.exponents(levels, highest, zero, out=levels).exp2_()
         tile.of_queries(total).mul_(kept).add_(weights.sum(dim=-1, keepdim=True))
         tile.of_queries(output).mul_(kept).add_(torch.bmm(weights, tile.of_keys(value)))
         before.copy_(highest)
     total.clamp_min_(0.5)  # of queries that see nothing; the others' hold a term of one
-    return output.div_(total), total.log2_().add_(top, alpha=scores.slope)
+    return output.div_(total), top, total.log2_()
 
 
 def _gradients(
-    scores: _Scores, value: Tensor, log_sum: Tensor, grad: Tensor, moved: Tensor
+    scores: _Scores, value: Tensor, top: Tensor, log_total: Tensor, grad: Tensor, moved: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value.
 
     Args:
         scores: Of the call.
         value: Values.
-        log_sum: What ``_attend`` returned.
+        top: The highest levels, as ``_attend`` returned them.
+        log_total: Likewise.
         grad: Gradient of the output.
         moved: Its products with the output, summed over the width of a head.
     """
@@ -241,8 +266,9 @@ def _gradients(
     for tile in scores.tiles():
         levels = scores.levels(tile)
         weights, change = scores.buffer(1, tile), scores.buffer(2, tile)
-        torch.add(-tile.of_queries(log_sum), levels, alpha=scores.slope, out=weights)
-        scores.mask_(weights, tile, _LOG2_E)
+        biased = scores.biased(levels, tile, out=weights)
+        scores.exponents(biased, *(tile.of_queries(t) for t in (top, log_total)), out=weights)
+        scores.hide_(weights, tile)
         grad_rows = tile.of_queries(grad)
         tile.of_keys(grad_value).add_(torch.bmm(weights.exp2_().mT, grad_rows))
         torch.bmm(grad_rows, tile.of_keys(value).mT, out=change)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.autograd import forward_ad
 
 
 def is_transformed() -> bool:
@@ -12,6 +13,14 @@ def is_transformed() -> bool:
     Read from a private part of torch; one without it is taken not to transform.
     """
     return getattr(torch._C, "_are_functorch_transforms_active", lambda: False)()
+
+
+def is_forward_mode() -> bool:
+    """Whether tangents may go along with what is computed (``torch.autograd.forward_ad``).
+
+    Read from a private part of torch; one without it is taken to be out of that mode.
+    """
+    return getattr(forward_ad, "_current_level", -1) >= 0
 
 
 @contextmanager

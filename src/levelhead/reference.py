@@ -49,9 +49,11 @@ def repeat_heads(rows: Float[Tensor, "B Hkv S D"], num_heads: int) -> Float[Tens
         num_heads: H, a multiple of Hkv.
 
     Returns:
-        Head h of the result is head ``h // (H / Hkv)`` of ``rows``.
+        Head h of the result is head ``h // (H / Hkv)`` of ``rows``; ``rows`` itself where there
+        is one for each.
     """
-    return rows.repeat_interleave(num_heads // rows.shape[1], dim=1)
+    num_groups = num_heads // rows.shape[1]
+    return rows if num_groups == 1 else rows.repeat_interleave(num_groups, dim=1)
 
 
 def reference_attention(

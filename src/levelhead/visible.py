@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from levelhead.modes import is_transformed
 from levelhead.shapes import at_least_float32, without_autocast
 from levelhead.stages.masks import AttentionMask
 
@@ -24,8 +25,8 @@ def running_sum(rows: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
 
     On a CPU in runs of tokens with the heads side by side: a triangle of ones sums within a run,
     a cumulative sum of whole runs goes before it. Rows lie in memory as projections write them,
-    and torch's own gradient of a cumulative sum takes ten times as long there. A compiler gets
-    the operator itself.
+    and torch's own gradient of a cumulative sum takes ten times as long there. A compiler and
+    ``torch.func`` get the operator itself.
 
     Args:
         rows: The rows, finite; no row changes a sum before it.
@@ -33,16 +34,37 @@ def running_sum(rows: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
     Returns:
         The sums in the dtype of ``rows``.
     """
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+    if rows.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return rows.cumsum(dim=2)
     num_rows = rows.shape[2]
     side_by_side = F.pad(rows.transpose(1, 2).flatten(2), (0, 0, 0, -num_rows % _RUN))
     runs = side_by_side.unflatten(1, (-1, _RUN))
-    with without_autocast("cpu"):
-        within = runs.new_ones(_RUN, _RUN).tril() @ runs
+    within = _SumWithinRuns.apply(runs, False)
     before = F.pad(within[:, :-1, -1:].cumsum(dim=1), (0, 0, 0, 0, 1, 0))
     total = (before + within).flatten(1, 2)[:, :num_rows]
     return total.unflatten(-1, (rows.shape[1], -1)).transpose(1, 2)
+
+
+class _SumWithinRuns(torch.autograd.Function):
+    """Sum every token of a run with those before it, or, in its gradient, with those after it.
+
+    Its own gradient, and in full precision too where the backward pass runs under autocast.
+    """
+
+    @staticmethod
+    def forward(ctx, runs, is_backwards):
+        ctx.is_backwards = is_backwards
+        ones = runs.new_ones(runs.shape[-2], runs.shape[-2])
+        with without_autocast("cpu"):
+            return (ones.triu() if is_backwards else ones.tril()) @ runs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return _SumWithinRuns.apply(grads[0], not ctx.is_backwards), None
+
+    @staticmethod
+    def jvp(ctx, tangent, _):
+        return _SumWithinRuns.apply(tangent, ctx.is_backwards)
 
 
 def visible_sum(

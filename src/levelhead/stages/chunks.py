@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from levelhead.modes import is_transformed
+
 BLOCK = 128
 """Queries at a time: a block of scores stays in the cache of a core up to some thousand keys."""
 
@@ -16,8 +18,9 @@ def map_query_blocks(
     """Apply a function to blocks of queries, forgetting each block's scores.
 
     In training each block is computed again in the backward pass, so that no more than one
-    block of scores is alive at a time. A compiled graph takes the whole at once, since a loop
-    would be compiled anew for each length.
+    block of scores is alive at a time; the transforms of ``torch.func``, which refuse that, keep
+    them. A compiled graph takes the whole at once, since a loop would be compiled anew for each
+    length.
 
     Args:
         function: ``(query block, start, stop) -> output block``; deterministic but for dropout,
@@ -35,7 +38,7 @@ def map_query_blocks(
     for start in range(0, num_queries, block):
         stop = min(start + block, num_queries)
         arguments = (query[:, :, start:stop], start, stop)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not is_transformed():
             outputs.append(checkpoint(function, *arguments, use_reentrant=False))
         else:
             outputs.append(function(*arguments))

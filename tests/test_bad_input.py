@@ -107,3 +107,13 @@ def test_hidden_states(variant):
         layer(torch.randn(2, 5, 11))
     with pytest.raises(ValueError, match=r"context must be \[B, T, 12\]"):
         layer(torch.randn(2, 5, E), torch.randn(5, E))
+
+
+def test_a_gate_for_each_coordinate_of_values_of_another_width():
+    query, key, value = qkv()
+    hidden_states = torch.randn(2, 5, E)
+    words = r"one number per head, or per coordinate of each head's output, got gate_logits=Tensor\[2, 5, 12\]"
+    with pytest.raises(ValueError, match=words):
+        inner("gate")(query, key, value[..., :3], hidden_states)
+    headwise = inner("gate(granularity='headwise')")
+    assert headwise(query, key, value[..., :3], hidden_states).shape == (2, H, 5, 3)

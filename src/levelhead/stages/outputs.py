@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.rows import ROW_EPS, inverse_row_norm, unit_rows
+from levelhead.shapes import complaint, describe
 
 
 def equilibrate_rows(
@@ -48,7 +49,15 @@ def gate_output(
     Returns:
         Gated output, same dtype.
 
+    Raises:
+        ValueError: Logits for other heads, or for heads of another width.
+
     Source: Qiu et al. 2025 (NeurIPS), position G1. Differs from it in: nothing.
     """
+    num_heads, width = attn_output.shape[1], attn_output.shape[3]
+    if gate_logits.shape[-1] not in (num_heads, num_heads * width):
+        rule = "a gate must hold one number per head, or per coordinate of each head's output"
+        came = f"gate_logits={describe(gate_logits)}, attn_output={describe(attn_output)}"
+        raise ValueError(complaint(rule, came))
     gate = torch.sigmoid(gate_logits).unflatten(-1, (attn_output.shape[1], -1))
     return attn_output * gate.transpose(1, 2).to(attn_output.dtype)

@@ -286,12 +286,14 @@ def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix
     assert kernels == {
         "llama": {"flash"},
         "bert": {f"flash; while training math (dropout_p=0.1 on cpu), {builds}"},
-        "gemma2": {"plain, over blocks of queries (soft cap)"},
+        "gemma2": {"tiles of scores (soft cap)"},
         "swin": {f"flash; while training plain (a position bias that learns on cpu), {builds}"},
         "mistral": {"flash, with its log-sum-exp"},
         "nystromformer": {"the host's own, through landmarks"},
         "xcit": {f"plain, {builds}", "flash, with its log-sum-exp"},  # channels; class attention
     }
+    half = lh.convert(HOSTS["gemma2"].build().bfloat16(), "gate")
+    assert half.layers[0].kernel == "plain, over blocks of queries (soft cap)"
     wide = lh.Attention(48, 3, head_dim=320)
     assert "1 x kernel: flash" in str(lh.convert(wide, "quest")).splitlines()
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

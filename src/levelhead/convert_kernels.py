@@ -2,16 +2,19 @@
 
 import torch
 
+from levelhead.capped import fits_capped_attention
 from levelhead.convert_probe import OVER_CHANNELS
 from levelhead.kernels import attention_backend, find_lse_kernel
 from levelhead.parts.normalisers import OffByOne
 from levelhead.sites.host import Installed
 from levelhead.sites.sites import AttentionSite
+from levelhead.stages.masks import AttentionMask
 from levelhead.stages.score_matrix import is_smaller_than_queries
 
 TOKENS = 128
 PLAIN = ("math", "plain")
 """Kernels that build the T x S matrix."""
+_BLOCKS = "plain, over blocks of queries"
 
 
 def kernel_in_words(site: AttentionSite, installed: Installed) -> str:
@@ -28,7 +31,7 @@ def kernel_in_words(site: AttentionSite, installed: Installed) -> str:
     if site.kind == "landmark":
         return "the host's own, through landmarks"
     if installed.inner.cap is not None:
-        return "plain, over blocks of queries (soft cap)"
+        return _capped(site, installed.inner.cap.soft_cap)
     evaluating, training = (_name(site, installed, p) for p in (0.0, site.dropout_p))
     why = f"dropout_p={site.dropout_p:g}"
     device = site.layout.q.weight.parameter.device.type
@@ -39,6 +42,19 @@ def kernel_in_words(site: AttentionSite, installed: Installed) -> str:
         words += f"; while training {training} ({why} on {device})"
     builds_scores = evaluating.startswith(PLAIN) or training.startswith(PLAIN)
     return f"{words}, which builds the T x S matrix" if builds_scores else words
+
+
+def _capped(site: AttentionSite, soft_cap: float) -> str:
+    weight = site.layout.q.weight.parameter
+    query = weight.new_empty(1, 1, 1, 1)
+    if not fits_capped_attention(query, AttentionMask(1, 1, query.device), 0.0, soft_cap):
+        return f"{_BLOCKS} (soft cap)"
+    words = "tiles of scores (soft cap)"
+    if site.has_position_bias:
+        return f"{words}; while training {_BLOCKS} (a position bias that learns)"
+    if site.dropout_p > 0:
+        return f"{words}; while training {_BLOCKS} (dropout_p={site.dropout_p:g})"
+    return words
 
 
 def _name(site: AttentionSite, installed: Installed, dropout_p: float) -> str:

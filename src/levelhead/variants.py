@@ -149,9 +149,10 @@ _TABLE = (
         "scores = cap * tanh(scores / cap)",
         "Gemma Team 2024, arXiv 2408.00118", "0", "cap -> inf",
         "a hard bound on scores where a norm is not wanted", SoftCap,
-        fused="blocks of scores in a core's cache on a CPU in float32 (caps up to 84) and "
+        fused="tiles of scores in a core's cache on a CPU in float32 (caps up to 83) and "
         "float64; elsewhere (no fused kernel of torch caps scores) the plain form over blocks of "
-        "queries, recomputed in the backward pass; the whole T x S form when compiled",
+        "queries, recomputed in the backward pass (kept for torch.func); the whole T x S form "
+        "when compiled",
     ),
     VariantInfo(
         "affine", "weights", "weights",

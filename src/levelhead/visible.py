@@ -36,35 +36,40 @@ def running_sum(rows: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
     """
     if rows.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return rows.cumsum(dim=2)
-    num_rows = rows.shape[2]
-    side_by_side = F.pad(rows.transpose(1, 2).flatten(2), (0, 0, 0, -num_rows % _RUN))
-    runs = side_by_side.unflatten(1, (-1, _RUN))
-    within = _SumWithinRuns.apply(runs, False)
-    before = F.pad(within[:, :-1, -1:].cumsum(dim=1), (0, 0, 0, 0, 1, 0))
-    total = (before + within).flatten(1, 2)[:, :num_rows]
-    return total.unflatten(-1, (rows.shape[1], -1)).transpose(1, 2)
+    return _RunningSum.apply(rows, False)  # pyright: ignore[reportReturnType]
 
 
-class _SumWithinRuns(torch.autograd.Function):
-    """Sum every token of a run with those before it, or, in its gradient, with those after it.
+class _RunningSum(torch.autograd.Function):
+    """Sum every row with those before it, or, in its gradient, with those after it.
 
     Its own gradient, and in full precision too where the backward pass runs under autocast.
     """
 
     @staticmethod
-    def forward(ctx, runs, is_backwards):
+    def forward(ctx, rows, is_backwards):
         ctx.is_backwards = is_backwards
-        ones = runs.new_ones(runs.shape[-2], runs.shape[-2])
+        num_heads, num_rows = rows.shape[1:3]
+        side_by_side = rows.transpose(1, 2).flatten(2)
+        if num_rows % _RUN:
+            side_by_side = F.pad(side_by_side, (0, 0, 0, -num_rows % _RUN))
+        runs = side_by_side.unflatten(1, (-1, _RUN))
+        ones = runs.new_ones(_RUN, _RUN)
         with without_autocast("cpu"):
-            return (ones.triu() if is_backwards else ones.tril()) @ runs
+            total = (ones.triu_() if is_backwards else ones.tril_()) @ runs
+        if is_backwards:
+            total[:, :-1] += total[:, 1:, :1].flip(1).cumsum(dim=1).flip(1)
+        else:
+            total[:, 1:] += total[:, :-1, -1:].cumsum(dim=1)
+        total = total.flatten(1, 2)[:, :num_rows]
+        return total.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _SumWithinRuns.apply(grads[0], not ctx.is_backwards), None
+        return _RunningSum.apply(grads[0], not ctx.is_backwards), None
 
     @staticmethod
     def jvp(ctx, tangent, _):
-        return _SumWithinRuns.apply(tangent, ctx.is_backwards)
+        return _RunningSum.apply(tangent, ctx.is_backwards)
 
 
 def visible_sum(

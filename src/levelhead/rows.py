@@ -37,20 +37,21 @@ def inverse_row_norm(
 def unit_rows(
     rows: Float[Tensor, "*batch D"],
     eps: float = ROW_EPS,
-    factor: Float[Tensor, "*#batch 1"] | None = None,
+    factor: Float[Tensor, "*#batch #D"] | None = None,
 ) -> Float[Tensor, "*batch D"]:
-    """Divide each row by its 2-norm, and multiply it by a factor of its own.
+    """Divide each row by its 2-norm, and multiply it by a factor.
 
         unit = factor * row / max(||row||_2, eps)
 
     Args:
         rows: Rows along the last axis.
         eps: Smallest norm divided by; positive.
-        factor: Length the rows shall have, broadcast to them; one unless given.
+        factor: Length the rows shall have, or a number for each coordinate of the unit rows,
+            broadcast to them; one unless given.
 
     Returns:
-        Rows as long as ``factor`` (less for rows shorter than ``eps``, zero for zero rows), same
-        dtype; the norm is computed in float32 or wider.
+        Rows of norm one (less for rows shorter than ``eps``, zero for zero rows) times ``factor``,
+        same dtype; the norm is computed in float32 or wider.
     """
     if _is_traced():
         inverse = inverse_row_norm(rows, eps)
@@ -69,7 +70,8 @@ class _UnitRows(torch.autograd.Function):
         grad_rows = factor * inverse * (grad - inverse^2 <grad, rows> rows)
         grad_factor = inverse <grad, rows>
 
-    A row shorter than ``eps`` has a constant ``inverse``: its second term is zero.
+    A row shorter than ``eps`` has a constant ``inverse``: its second term is zero. A factor per
+    coordinate meets the gradient first, and unit rows are never kept beside the result.
     """
 
     @staticmethod
@@ -80,7 +82,9 @@ class _UnitRows(torch.autograd.Function):
         ctx.eps, is_longer = eps, norm > eps
         ctx.save_for_backward(rows, inverse, is_longer, factor)
         ctx.save_for_forward(rows, inverse, is_longer, factor)
-        return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+        if factor is None or factor.shape[-1] == 1:
+            return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+        return (rows * inverse).mul_(factor).to(rows.dtype)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -93,11 +97,14 @@ class _UnitRows(torch.autograd.Function):
         wide = grad.to(inverse.dtype)
         if torch.is_grad_enabled():  # the gradient shall have a gradient
             inverse = inverse_row_norm(rows, ctx.eps)
+        grad_factor = None
+        if factor is not None and factor.shape[-1] > 1:
+            grad_factor = (wide * inverse * rows).sum_to_size(factor.shape).to(factor.dtype)
+            wide, factor = wide * factor, None
         along = torch.linalg.vecdot(wide, rows.to(inverse.dtype)).unsqueeze(-1) * inverse
         size = inverse if factor is None else inverse * factor
         grad_rows = torch.addcmul(wide, rows, along * inverse * is_longer, value=-1)
         grad_rows = grad_rows * size if torch.is_grad_enabled() else grad_rows.mul_(size)
-        grad_factor = None
         if factor is not None:
             grad_factor = along.sum_to_size(factor.shape).to(factor.dtype)
         return grad_rows.to(rows.dtype), None, grad_factor

@@ -8,9 +8,9 @@ from levelhead.rows import ROW_EPS, unit_rows
 from levelhead.shapes import require
 from levelhead.stages.scores import (
     cap_scores,
+    normalize_and_scale_dimensions,
     normalize_and_scale_heads,
     normalize_keys,
-    scale_dimensions,
 )
 
 
@@ -101,10 +101,10 @@ class QueryKeyNormDimensionScale(QueryKeyNorm):
         nn.init.constant_(self.k_scale, self.start)
 
     def prepare_query(self, query: Tensor) -> Tensor:
-        return scale_dimensions(super().prepare_query(query), self.q_scale)
+        return normalize_and_scale_dimensions(query, self.q_scale, self.eps)
 
     def prepare_key(self, key: Tensor) -> Tensor:
-        return scale_dimensions(super().prepare_key(key), self.k_scale)
+        return normalize_and_scale_dimensions(key, self.k_scale, self.eps)
 
 
 class SoftCap(Part):

@@ -46,21 +46,22 @@ def normalize_and_scale_heads(
     return unit_rows(query, eps, gain[:, None, None])
 
 
-def scale_dimensions(
-    rows: Float[Tensor, "B Hany N D"], gain: Float[Tensor, " D"]
+def normalize_and_scale_dimensions(
+    rows: Float[Tensor, "B Hany N D"], gain: Float[Tensor, " D"], eps: float = ROW_EPS
 ) -> Float[Tensor, "B Hany N D"]:
-    """Multiply each coordinate of queries or keys by its own number.
+    """Bring queries or keys to unit length, and multiply each coordinate by its own number.
 
-        rows[d] = gain[d] * rows[d]
+        rows[d] = gain[d] * rows[d] / ||rows||_2
 
     Args:
         rows: Queries or keys.
         gain: One factor per coordinate, shared by the heads.
+        eps: Norm below which a row is divided by this instead.
 
     Returns:
         Rows in their own dtype.
     """
-    return rows * gain.to(rows.dtype)
+    return unit_rows(rows, eps, gain)
 
 
 def cap_scores(scores: Float[Tensor, "B H T S"], soft_cap: float) -> Float[Tensor, "B H T S"]:

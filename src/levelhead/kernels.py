@@ -112,7 +112,11 @@ def _is_ruled_out() -> bool:
 
 
 class SinkAttention(torch.autograd.Function):
-    """``softmax`` attention times ``sigmoid(lse - sink_score)``: the weights a sink leaves."""
+    """``softmax`` attention times ``sigmoid(lse - sink_score)``: the weights a sink leaves.
+
+    Where digits allow, its result alone is kept, which whatever follows keeps anyway: the kernel's
+    own output is the result over the share, and counts in a gradient by the share again.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value, sink_score, attn_bias, is_causal, scale, kernel):
@@ -120,11 +124,14 @@ class SinkAttention(torch.autograd.Function):
         output, lse, saved = kernel.forward(query, key, value, attn_bias, is_causal, scale)
         keep = _keep(lse, sink_score)
         tensors = [item for item in saved if isinstance(item, Tensor)]
-        ctx.save_for_backward(query, key, value, sink_score, attn_bias, output, lse, *tensors)
+        result = (output * keep).to(output.dtype)
+        ctx.keeps_result = output.dtype == keep.dtype
+        kept = result if ctx.keeps_result else output
+        ctx.save_for_backward(query, key, value, sink_score, attn_bias, kept, lse, *tensors)
         ctx.others = [None if isinstance(item, Tensor) else item for item in saved]
         ctx.is_tensor = [isinstance(item, Tensor) for item in saved]
         ctx.is_causal, ctx.scale, ctx.kernel = is_causal, scale, kernel
-        return (output * keep).to(output.dtype)
+        return result
 
     @staticmethod
     def backward(ctx, *grads):
@@ -136,6 +143,8 @@ class SinkAttention(torch.autograd.Function):
             for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
         keep = _keep(lse, sink_score)
+        if ctx.keeps_result:
+            output = (output / keep).masked_fill_(keep == 0, 0.0)
         (grad,) = grads
         wide = grad.to(keep.dtype)
         direction, size = _without_size(wide)

@@ -41,3 +41,30 @@ def test_rows_may_lie_in_memory_in_any_order(transposed):
         torch.autograd.grad(found, [*qkv, sink], grad),
         torch.autograd.grad(expected, [*qkv, sink], grad),
     )
+
+
+@pytest.mark.parametrize("height", [-80.0, -50.0, -20.0, 0.0, 20.0, 80.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_keeps_its_digits_however_high_or_low_the_sink(height, dtype):
+    """An optimiser that divides by the size of gradients moves a sink by its smallest too."""
+    leaves = [torch.randn(B, H, T, D).to(dtype) for _ in range(3)] + [torch.randn(H) + height]
+    hidden = torch.rand(B, 1, T, T) < 0.4
+    hidden[:, :, 2] = True
+    bias = torch.zeros(B, 1, T, T, dtype=dtype).masked_fill(hidden, -torch.inf)
+    grad = torch.randn(B, H, T, D).to(dtype)
+    exact = [leaf.double().requires_grad_() for leaf in leaves]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    kernel = find_lse_kernel(*leaves[:3], has_mask=True)
+    found = torch.autograd.grad(
+        SinkAttention.apply(*leaves, bias, False, 0.3, kernel), leaves, grad
+    )
+    query, key, value, sink = exact
+    scores = (0.3 * query @ key.mT).masked_fill(hidden, -torch.inf)
+    scores = torch.cat([scores, sink[:, None, None].expand(B, H, T, 1)], dim=-1)
+    output = scores.softmax(dim=-1)[..., :-1] @ value
+    eps = torch.finfo(dtype).eps
+    for one, other in zip(found, torch.autograd.grad(output, exact, grad.double()), strict=True):
+        size = other.abs().max()
+        torch.testing.assert_close(
+            one / size, other / size, check_dtype=False, rtol=0, atol=max(1e-4, 8 * eps)
+        )

@@ -92,3 +92,15 @@ def test_a_backward_pass_under_autocast_keeps_the_precision_of_the_forward_pass(
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(unit, (rows, factor), grad)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 1), (7,)])
+def test_a_factor_may_be_wider_than_its_rows(shape):
+    rows, factor = rows_of(torch.float32), torch.rand(shape, dtype=torch.float64)
+    factor.requires_grad_()
+    wide = rows.detach().double().requires_grad_()
+    grad = torch.randn_like(rows)
+    found = torch.autograd.grad(unit_rows(rows, EPS, factor), (rows, factor), grad)
+    expected = torch.autograd.grad(unit_rows(wide, EPS, factor), (wide, factor), grad.double())
+    assert [part.dtype for part in found] == [torch.float32, torch.float64]
+    torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-5, atol=1e-5)

@@ -58,6 +58,22 @@ def test_transforms_take_more_tokens_than_a_block_or_a_run(variant):
 
 
 @pytest.mark.parametrize("variant", EVERY)
+def test_many_gradients_at_once_are_those_of_one_after_the_other(variant):
+    layer, hidden_states = layer_of(variant), sample()[:1, :5].requires_grad_()
+    leaves = [hidden_states, *layer.parameters()]
+    output = layer(hidden_states, is_causal=True)
+    grads = torch.randn(2, *output.shape, dtype=torch.float64)
+    keep = {"retain_graph": True, "allow_unused": True}
+    found = torch.autograd.grad(output, leaves, grads, is_grads_batched=True, **keep)
+    for index, grad_output in enumerate(grads):
+        expected = torch.autograd.grad(output, leaves, grad_output, **keep)
+        torch.testing.assert_close(
+            [part[index] for part in found if part is not None],
+            [part for part in expected if part is not None],
+        )
+
+
+@pytest.mark.parametrize("variant", EVERY)
 def test_second_derivatives_are_those_of_the_plain_form(variant):
     layer, hidden_states = layer_of(variant), sample()
     direction = [torch.randn_like(p) for p in layer.parameters()]

@@ -48,7 +48,9 @@ def test_the_gradient_of_a_running_sum_keeps_its_precision_under_autocast():
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 def test_first_second_and_forward_derivatives_of_a_running_sum():
     rows = torch.randn(1, 2, 67, 1, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(running_sum, (rows,), check_forward_ad=True)
+    assert torch.autograd.gradcheck(
+        running_sum, (rows,), check_forward_ad=True, check_batched_grad=True
+    )
     assert torch.autograd.gradgradcheck(lambda rows: running_sum(rows).square(), (rows,))
 
 

@@ -122,7 +122,7 @@ class SinkAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, sink_score, attn_bias, is_causal, scale, kernel):
         query, key, value = (_dense_rows(rows) for rows in (query, key, value))
         output, lse, saved = kernel.forward(query, key, value, attn_bias, is_causal, scale)
-        keep = _keep(lse, sink_score)
+        keep = _above(lse, sink_score).sigmoid()
         tensors = [item for item in saved if isinstance(item, Tensor)]
         result = (output * keep).to(output.dtype)
         ctx.keeps_result = output.dtype == keep.dtype
@@ -142,13 +142,14 @@ class SinkAttention(torch.autograd.Function):
             next(remaining) if is_tensor else other
             for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
-        keep = _keep(lse, sink_score)
+        above = _above(lse, sink_score)
+        keep, taken = above.sigmoid(), above.neg().sigmoid()  # 1 - keep would lose its digits
         if ctx.keeps_result:
             output = (output / keep).masked_fill_(keep == 0, 0.0)
         (grad,) = grads
         wide = grad.to(keep.dtype)
         direction, size = _without_size(wide)
-        lost = (1 - keep) * (direction * output).sum(dim=-1, keepdim=True)
+        lost = taken * (direction * output).sum(dim=-1, keepdim=True)
         square = direction.square().sum(dim=-1, keepdim=True).clamp_min(1.0)
         grad_qkv = ctx.kernel.backward(
             _dense_rows((wide * keep).to(grad.dtype)), query, key, value, attn_bias,
@@ -173,10 +174,10 @@ def _dense_rows(rows: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
-def _keep(lse: Tensor, sink_score: Float[Tensor, " H"]) -> Float[Tensor, "B H T 1"]:
+def _above(lse: Tensor, sink_score: Float[Tensor, " H"]) -> Float[Tensor, "B H T 1"]:
+    """Return how far the keys' log-sum-exp lies above the sink's score."""
     compute_dtype = at_least_float32(lse.dtype, sink_score.dtype)
-    difference = lse.to(compute_dtype) - sink_score.to(compute_dtype)[None, :, None]
-    return difference.sigmoid().unsqueeze(-1)
+    return (lse.to(compute_dtype) - sink_score.to(compute_dtype)[None, :, None]).unsqueeze(-1)
 
 
 def _without_size(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -100,7 +100,7 @@ class _UnitRows(torch.autograd.Function):
         grad_factor = None
         if factor is not None and factor.shape[-1] > 1:
             grad_factor = (wide * inverse * rows).sum_to_size(factor.shape).to(factor.dtype)
-            wide, factor = wide * factor, None
+            wide, factor = (wide * factor).to(inverse.dtype), None
         along = torch.linalg.vecdot(wide, rows.to(inverse.dtype)).unsqueeze(-1) * inverse
         size = inverse if factor is None else inverse * factor
         grad_rows = torch.addcmul(wide, rows, along * inverse * is_longer, value=-1)

@@ -42,17 +42,19 @@ def running_sum(rows: Float[Tensor, "B H S D"]) -> Float[Tensor, "B H S D"]:
 class _RunningSum(torch.autograd.Function):
     """Sum every row with those before it, or, in its gradient, with those after it.
 
-    Its own gradient, and in full precision too where the backward pass runs under autocast.
+    Its own gradient, and in full precision too where the backward pass runs under autocast. By
+    ``reshape`` alone, which ``torch.autograd.grad(is_grads_batched=True)`` takes.
     """
 
     @staticmethod
     def forward(ctx, rows, is_backwards):
         ctx.is_backwards = is_backwards
-        num_heads, num_rows = rows.shape[1:3]
-        side_by_side = rows.transpose(1, 2).flatten(2)
+        batch, num_heads, num_rows, width = rows.shape
+        side_by_side = rows.transpose(1, 2).reshape(batch, num_rows, num_heads * width)
         if num_rows % _RUN:
             side_by_side = F.pad(side_by_side, (0, 0, 0, -num_rows % _RUN))
-        runs = side_by_side.unflatten(1, (-1, _RUN))
+        num_runs = side_by_side.shape[1] // _RUN
+        runs = side_by_side.reshape(batch, num_runs, _RUN, num_heads * width)
         ones = runs.new_ones(_RUN, _RUN)
         with without_autocast("cpu"):
             total = (ones.triu_() if is_backwards else ones.tril_()) @ runs
@@ -60,8 +62,8 @@ class _RunningSum(torch.autograd.Function):
             total[:, :-1] += total[:, 1:, :1].flip(1).cumsum(dim=1).flip(1)
         else:
             total[:, 1:] += total[:, :-1, -1:].cumsum(dim=1)
-        total = total.flatten(1, 2)[:, :num_rows]
-        return total.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+        total = total.reshape(batch, num_runs * _RUN, num_heads, width)
+        return total[:, :num_rows].transpose(1, 2)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -185,6 +185,28 @@ def test_checkpointing_changes_nothing(variant, use_reentrant):
         torch.testing.assert_close(expected, found, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("variant", ["affine", "sigma_reparam"])
+def test_a_tracked_model_may_be_checkpointed_as_a_whole(variant, use_reentrant):
+    """A converted backbone is the outermost module tracked, and its caller checkpoints it."""
+    plain, whole = stack(variant).double(), stack(variant).double()
+
+    class Caller(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = whole
+
+        def forward(self, hidden_states):
+            return checkpoint(self.backbone, hidden_states, use_reentrant=use_reentrant)
+
+    for expected, found in zip(train(plain), train(Caller()), strict=True):
+        torch.testing.assert_close(expected, found, rtol=1e-12, atol=1e-14)
+    for expected, found in zip(
+        plain.state_dict().values(), whole.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(expected, found, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize("use_reentrant", [None, False])
 @pytest.mark.parametrize("variant", ["affine", "sigma_reparam"])

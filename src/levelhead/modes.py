@@ -23,6 +23,16 @@ def is_forward_mode() -> bool:
     return getattr(forward_ad, "_current_level", -1) >= 0
 
 
+def is_in_backward() -> bool:
+    """Whether a backward pass runs: a forward then is one that checkpointing repeats.
+
+    Read from a private part of torch; one without it, and a compiler, are taken not to be in one.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return getattr(torch._C, "_current_graph_task_id", lambda: -1)() != -1
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run torch on one thread: small operations lose more by waiting than they gain.

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from levelhead.modes import is_in_backward
 from levelhead.shapes import at_least_float32, require
 from levelhead.sharding import is_gathered
 
@@ -118,8 +119,9 @@ def track_steps(model: nn.Module) -> nn.Module:
     all layers, at the end of the root's forward; within the step a layer uses its own rank's
     mean, which starts from the reduced mean of the step before.
 
-    Known limit: eager checkpointing with two forwards of ``model`` before the first backward
-    recomputes the first with the state of the second.
+    Known limits: eager checkpointing with two forwards of ``model`` before the first backward
+    recomputes the first with the state of the second; ``model`` compiled and then checkpointed as
+    a whole takes the repetition for a step (checkpoint its layers, or track what calls it).
 
     Args:
         model: The outermost module that is called in training.
@@ -193,7 +195,7 @@ def _states(model: nn.Module) -> list[StepState]:
 @torch.no_grad()
 def _begin_step(model: nn.Module, args) -> None:
     _derive_whole(model)
-    if model.training and "_shares" not in vars(model):
+    if model.training and "_shares" not in vars(model) and not is_in_backward():
         for state in _states(model):
             state.advance()
 

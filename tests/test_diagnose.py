@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -367,6 +369,7 @@ def test_the_run_is_trained_again_to_the_same_numbers(tmp_path):
 
 @pytest.mark.parametrize(("name", "words"), [
     ("./nowhere", "MODEL must be a folder that exists"),
+    ("runs/nowhere", "MODEL must be a folder that exists"),
     ("model.pt", "MODEL must be a folder that exists"),
     ("no_such_module:function", "must name a function as module:function"),
     ("test_diagnose:no_such", "must name a function as module:function"),
@@ -428,6 +431,19 @@ def test_a_name_that_cannot_be_downloaded_is_one_line(capsys, monkeypatch):
     assert (code, err.count("\n")) == (2, 1)
     assert "nobody/nothing could not be loaded (OSError: no network); check the name" in err
     assert logger.level == level
+
+
+def test_the_hub_is_quiet_too_when_it_is_imported_late():
+    """As on the command line, where nothing has imported it yet: it sets its level then."""
+    pytest.importorskip("huggingface_hub")
+    code = (
+        "import logging; from levelhead.diagnose_command_models import _quiet_hub\n"
+        "with _quiet_hub():\n"
+        "    import huggingface_hub.utils.logging\n"
+        "    print(logging.getLogger('huggingface_hub.utils').isEnabledFor(logging.WARNING))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "False"
 
 
 def test_the_command_has_help_with_an_example():

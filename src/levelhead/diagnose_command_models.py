@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,6 +84,7 @@ def load_named(name: str, data: Path | None, random_weights: bool = False) -> Lo
 @contextmanager
 def _quiet_hub() -> Iterator[None]:
     """Leave out the warnings of every attempt at a download: the last error says what is wrong."""
+    _installed("huggingface_hub.utils.logging")  # sets a level when first imported
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -144,7 +146,9 @@ def _from_folder(folder: Path) -> Loaded:
 
 
 def _from_library(name: str, random_weights: bool) -> Loaded:
-    looks_like_path = name.startswith((".", "/", "~")) or name.endswith((".pt", ".bin", ".pth"))
+    looks_like_path = name.startswith((".", "/", "~", "runs/")) or name.endswith(
+        (".pt", ".bin", ".pth")
+    )
     must = "MODEL must be a folder that exists, module:function, or a name of timm or transformers"
     require(not looks_like_path, must, f"{name}, which is no folder")
     timm = _installed("timm")
@@ -152,7 +156,7 @@ def _from_library(name: str, random_weights: bool) -> Loaded:
         try:
             model = timm.create_model(name.removeprefix("timm/"), pretrained=not random_weights)
         except Exception as error:
-            said = " ".join(str(error).split())[:200]
+            said = textwrap.shorten(str(error), 200, placeholder=" ...")
             raise ValueError(
                 f"the trained weights of {name} could not be had ({said}); "
                 "give a folder, or --random-weights for the model as built"
@@ -178,7 +182,7 @@ def _from_transformers(name: str) -> nn.Module:
         model_class = getattr(transformers, (config.architectures or ["AutoModel"])[0])
         return model_class.from_pretrained(name).eval()
     except Exception as error:
-        said = " ".join(str(error).split())[:200]
+        said = textwrap.shorten(str(error), 200, placeholder=" ...")
         raise ValueError(
             f"{name} could not be loaded ({type(error).__name__}: {said}); check the name, or "
             "give a folder with config.json and its weights"

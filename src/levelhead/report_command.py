@@ -25,7 +25,7 @@ def write_report(path: Path, out: Path | None = None) -> tuple[Path, int]:
         path.exists(),
         f"{path} must be the folder of a run or a diagnosis saved as JSON",
         "nothing there",
-        "what `levelhead compare` or `Diagnosis.to_json` wrote",
+        "what `levelhead compare`, `levelhead train` or `Diagnosis.to_json` wrote",
     )
     if path.is_dir():
         html, place = render_run(path), path / "report.html"

@@ -28,7 +28,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         config_path.exists() and cells_path.exists(),
         f"{folder} must be the folder of a run, with config.yaml and cells.jsonl",
         "a folder without them",
-        "what `levelhead compare --out FOLDER` wrote",
+        "what `levelhead compare` or `levelhead train` wrote",
     )
     try:
         config = yaml.safe_load(config_path.read_text("utf-8"))

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import pytest
 import yaml
@@ -213,6 +214,10 @@ def test_list_options_take_several_values_in_every_way():
     ]  # fmt: skip
     assert split_list(["a, b(c=1, d=(2, 3))", "e"]) == ("a", "b(c=1, d=(2, 3))", "e")
     assert split_list(None) == split_list([" , "]) == ()
+
+
+def test_the_version_is_that_of_the_package(run):
+    assert run("--version") == (0, f"levelhead {version('levelhead')}\n", "")
 
 
 def test_errors_of_the_program_are_exit_code_1_and_debug_shows_them(run, monkeypatch):

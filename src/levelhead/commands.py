@@ -6,6 +6,7 @@ import pkgutil
 import shlex
 import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,10 +44,20 @@ class Start:
     is_program: bool
 
 
+def _say_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"levelhead {version('levelhead')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _common(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks (also LEVELHEAD_DEBUG=1).")
+    ] = False,
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version."),
     ] = False,
 ) -> None:
     """Stable, well-conditioned, visible attention for Transformers."""

@@ -17,6 +17,7 @@ from levelhead.shapes import require
 
 NEEDED = ("accelerate", "safetensors")
 SLOW_DATA = 0.05  # a larger share of waiting for data is worth a word
+STEPS_TO_TELL = 50  # fewer are mostly the start of the data's own processes
 
 
 def add_to(app: typer.Typer) -> None:
@@ -221,7 +222,10 @@ def _told(record: Mapping[str, Any], task: Any, folder: Path) -> list[str]:
         f"{settings.steps} steps of {settings.batch_size} samples in {record['seconds']:.1f} s on "
         f"{record['num_processes']} process(es), {100 * waited:.1f} % of it waiting for data",
     ]
-    if waited > SLOW_DATA:
-        lines.append("the data pipeline is too slow for this model: more workers would help")
+    if waited > SLOW_DATA and settings.steps >= STEPS_TO_TELL:
+        lines.append(
+            "the data come too slowly for this model; a recipe's images are prepared by more "
+            "processes with data.num_workers=N"
+        )
     following = shlex.join(["levelhead", "diagnose", str(folder)])
     return [*lines, f"{folder}/: settings, curve, checkpoints; next: {following}"]

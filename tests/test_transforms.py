@@ -57,6 +57,7 @@ def test_transforms_take_more_tokens_than_a_block_or_a_run(variant):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*performance drop.*:UserWarning")
 @pytest.mark.parametrize("variant", EVERY)
 def test_many_gradients_at_once_are_those_of_one_after_the_other(variant):
     layer, hidden_states = layer_of(variant), sample()[:1, :5].requires_grad_()

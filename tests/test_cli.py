@@ -254,7 +254,19 @@ def test_explanations_are_one_line():
     assert line.startswith("failed: ZeroDivisionError: oh")
 
 
+def test_the_package_is_the_program():
+    asked = [sys.executable, "-m", "levelhead", "--version"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=120)
+    assert version("levelhead") in done.stdout
+
+
+def heeding_interrupts():
+    """A shell that starts the tests in the background has them ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start(arguments, folder, **options):
+    options.setdefault("preexec_fn", heeding_interrupts)
     return subprocess.Popen(
         [sys.executable, "-c", "import sys; from levelhead.cli import main; sys.exit(main())",
          *arguments],

@@ -12,6 +12,7 @@ SMALL = ["--layers", "1", "--tokens", "16", "--images", "0", "--repeats", "1", "
 @pytest.fixture(autouse=True)
 def short_stretch(monkeypatch):
     monkeypatch.setattr(monitor, "CADENCE_STEPS", 4)
+    monkeypatch.setattr(monitor, "STRETCH", 2)
 
 
 def test_small_run_writes_a_record_with_every_figure(tmp_path, capsys):
@@ -19,20 +20,21 @@ def test_small_run_writes_a_record_with_every_figure(tmp_path, capsys):
     code = monitor.main([*SMALL, "--out", str(path)])
     record = json.loads(path.read_text())
     results = record["results"]
-    assert len(results) == len({row["name"] for row in results}) == 6
+    assert len(results) == len({row["name"] for row in results}) == 7
     assert record["is_complete"]
-    assert len(record["part_seconds"]) == 4
+    assert len(record["part_seconds"]) == 5
     (flat,) = [row for row in results if "live tensors" in row["name"]]
     assert flat["ratio"] == 1.0
     assert code == (0 if all(row["holds"] for row in results) else 1)
-    assert len(capsys.readouterr().out.splitlines()) == 6
+    assert len(capsys.readouterr().out.splitlines()) == 7
 
 
 def test_every_figure_of_the_full_run_has_its_part(tmp_path):
     parts = monitor.parts_of(12, 512, 8, 7, 1000, tmp_path)
     assert list(parts) == [
         "small ViT, steps", "small ViT, cadence", "growth",
-        "GPT-2, 12 layers, width 768, 512 tokens", "diagnose", "memory", "Jacobians",
+        "GPT-2, 12 layers, width 768, 512 tokens",
+        "GPT-2, 12 layers, width 768, 512 tokens, cadence", "diagnose", "memory", "Jacobians",
     ]  # fmt: skip
 
 
@@ -57,3 +59,11 @@ def test_the_cadence_is_worked_out_of_the_two_kinds_of_steps(tmp_path):
     lines = (tmp_path / "measured.jsonl").read_text().splitlines()
     assert sum('"scalars"' in line for line in lines) == (3 + 1) * 2  # all of them, once warm
     assert '"scalars"' not in (tmp_path / "between.jsonl").read_text()
+
+
+def test_a_monitor_counts_on_through_its_stretches(tmp_path, monkeypatch):
+    monkeypatch.setattr(monitor, "CADENCE", 3)
+    (row,) = monitor.measure_cadence("x", *monitor.small_vit(), tmp_path, 2, 4)
+    assert row["name"] == "x: every 3 / none, over 8 steps"
+    assert row["measured_steps"] == 3  # steps 3, 6 and 9; that of the warm-up does not count
+    assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]

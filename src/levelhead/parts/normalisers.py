@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.shapes import at_least_float32
 from levelhead.stages.masks import AttentionMask
@@ -30,16 +31,21 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
+        then: Mapped | None = None,
     ) -> Tensor:
-        """Return the attention output without a T x S matrix, where torch has a kernel for it."""
+        """Return the attention output without a T x S matrix, where torch has a kernel for it.
+
+        ``then`` is what is done to the output.
+        """
         if mask.bias is not None and learns_on_cpu(mask.bias):
-            return token_major(
+            attn_output = token_major(
                 attention_by_score_matrix(
                     query, key, value, mask.bias, mask.allowed(), scale, dropout_p
                 )
             )
+            return attn_output if then is None else then(attn_output)
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
-        return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
+        return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p, then)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         """Return the weights of masked scores; a row without any allowed key gives zeros.
@@ -70,6 +76,7 @@ class OffByOne(Softmax):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
+        then: Mapped | None = None,
     ) -> Tensor:
         sink = self.sink_score(query)
         learns = mask.bias is not None and learns_on_cpu(mask.bias)
@@ -77,9 +84,13 @@ class OffByOne(Softmax):
             attn_output = attention_by_score_matrix(
                 query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink
             )
-            return token_major(attn_output) if learns else attn_output
-        attn_mask, is_causal = mask.for_sdpa(query.dtype)
-        return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
+            attn_output = token_major(attn_output) if learns else attn_output
+        else:
+            attn_mask, is_causal = mask.for_sdpa(query.dtype)
+            attn_output = sink_attention(
+                query, key, value, sink, attn_mask, is_causal, scale, dropout_p
+            )
+        return attn_output if then is None else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         assert extra_score is not None

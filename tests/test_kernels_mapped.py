@@ -113,16 +113,16 @@ def saved_numbers(call):
 )  # fmt: skip
 def test_a_variant_keeps_as_much_of_a_fused_projection_as_plain_attention(variant):
     """Then one layer follows, which keeps the result, as the output projection of a host does."""
-    width, num_tokens = 48, 33
+    width, num_tokens = 128, 67
 
     def kept(variant):
         torch.manual_seed(0)
-        inner = InnerAttention(variant, embed_dim=width, num_heads=3).eval()
+        inner = InnerAttention(variant, embed_dim=width, num_heads=2).eval()
         fused = torch.nn.Linear(width, 3 * width)
         hidden_states = torch.randn(2, num_tokens, width)
 
         def call():
-            rows = fused(hidden_states).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+            rows = fused(hidden_states).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
             attn_output = inner(*rows.unbind(0), hidden_states)
             del rows
             return attn_output.transpose(1, 2).flatten(2) @ torch.eye(width)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from levelhead.kernels_mapped import Mapped
+from levelhead.kernels_mapped import Then
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.shapes import at_least_float32
 from levelhead.stages.masks import AttentionMask
@@ -31,7 +31,7 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Mapped | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it.
 
@@ -76,7 +76,7 @@ class OffByOne(Softmax):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Mapped | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         sink = self.sink_score(query)
         learns = mask.bias is not None and learns_on_cpu(mask.bias)

@@ -439,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
             replace_text(chosen.out, json.dumps(record, indent=1) + "\n")
 
     sizes = (chosen.layers, chosen.tokens, chosen.images, chosen.repeats, chosen.steps)
-    settings = dict(zip(SETTINGS, sizes, strict=True))
+    settings: dict[str, int] = dict(zip(SETTINGS, sizes, strict=True))
     with tempfile.TemporaryDirectory() as folder:
         record = run(parts_of(*sizes, Path(folder)), keep, record_at(chosen.out, settings))
     if chosen.json:

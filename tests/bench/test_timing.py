@@ -85,5 +85,7 @@ def test_peak_sees_the_temporary_inside_a_kernel():
 def test_resident_peak_sees_memory_that_is_not_torchs():
     numpy = pytest.importorskip("numpy")
     size = 96 << 20
-    grown = peak_extra_rss_bytes(lambda: numpy.ones(size, dtype=numpy.uint8).sum())
+    call = lambda: numpy.ones(size, dtype=numpy.uint8).sum()  # noqa: E731
+    # The system may take back pages of files at any time, which hides as many that were touched.
+    grown = max(peak_extra_rss_bytes(call) for _ in range(3))
     assert 0.9 * size < grown < 1.5 * size

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from levelhead.capped import CappedAttention, fits_capped_attention
 from levelhead.fused import leave_fused
-from levelhead.kernels_mapped import Then, is_observed
+from levelhead.kernels_mapped import Then
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.normalisers import Softmax
 from levelhead.parts.outputs import Gate, Precondition
@@ -304,8 +304,7 @@ class InnerAttention(nn.Module):
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
             yield self.weights.mapped(value, call.mask, *coefficients)
         for part in self.outputs():
-            is_equation = not is_observed(part)
-            yield part.mapped(hidden_states) if is_equation else _call(part, hidden_states)
+            yield part.then(hidden_states)
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, then: Then | None = None
@@ -350,10 +349,6 @@ class InnerAttention(nn.Module):
         return CappedAttention.apply(  # pyright: ignore[reportReturnType]
             query, key, value, extra_score, call.mask, call.scale, cap.soft_cap, plain
         )  # fmt: skip
-
-
-def _call(part: nn.Module, hidden_states: Tensor | None) -> Then:
-    return lambda attn_output: part(attn_output, hidden_states)
 
 
 def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:

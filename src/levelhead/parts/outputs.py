@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from levelhead.kernels_mapped import Mapped
+from levelhead.kernels_mapped import Mapped, Then, is_observed
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.rows import ROW_EPS
 from levelhead.shapes import require, require_known
-from levelhead.stages.outputs import EquilibrateRows, GateOutput
+from levelhead.stages.outputs import EquilibrateRows, equilibrate_rows, gate_output
 
 
 class Precondition(Part):
@@ -17,13 +17,15 @@ class Precondition(Part):
         require(eps > 0, "eps must be positive", f"eps={eps}")
         self.eps, self.detach_norm = eps, bool(detach)
 
-    def mapped(self, hidden_states: Tensor | None) -> Mapped:
-        """Return what brings rows to norm one."""
+    def then(self, hidden_states: Tensor | None) -> Then:
+        """Return what is done to an attention output, as a map unless somebody looks at it."""
+        if is_observed(self):
+            return lambda attn_output: self(attn_output, hidden_states)
         return Mapped(EquilibrateRows(self.eps, self.detach_norm))
 
     def forward(self, attn_output: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return rows of norm one."""
-        return self.mapped(hidden_states)(attn_output)
+        return equilibrate_rows(attn_output, self.eps, self.detach_norm)
 
 
 class Gate(Part):
@@ -48,11 +50,11 @@ class Gate(Part):
     def reset_parameters(self) -> None:
         self.gate_proj.reset_parameters()
 
-    def mapped(self, hidden_states: Tensor | None) -> Mapped:
-        """Return what opens the gate of these hidden states."""
-        assert hidden_states is not None
-        return Mapped(GateOutput(), (self.gate_proj(hidden_states),))
+    def then(self, hidden_states: Tensor | None) -> Then:
+        """Return what is done to an attention output; a gate's result costs too much to undo."""
+        return lambda attn_output: self(attn_output, hidden_states)
 
     def forward(self, attn_output: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return the gated output."""
-        return self.mapped(hidden_states)(attn_output)
+        assert hidden_states is not None
+        return gate_output(attn_output, self.gate_proj(hidden_states))

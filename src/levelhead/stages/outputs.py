@@ -87,26 +87,5 @@ def gate_output(
         rule = "a gate must hold one number per head, or per coordinate of each head's output"
         came = f"gate_logits={describe(gate_logits)}, attn_output={describe(attn_output)}"
         raise ValueError(complaint(rule, came))
-    return attn_output * _gate(gate_logits, attn_output)
-
-
-def _gate(gate_logits: Tensor, like: Float[Tensor, "B H T Dv"]) -> Tensor:
-    gate = torch.sigmoid(gate_logits).unflatten(-1, (like.shape[1], -1))
-    return gate.transpose(1, 2).to(like.dtype)
-
-
-class GateOutput:
-    """``gate_output`` as a map that can be undone."""
-
-    def apply(self, attn_output: Tensor, gate_logits: Tensor) -> Tensor:
-        """Return the gated output."""
-        return gate_output(attn_output, gate_logits)
-
-    def remember(self, attn_output: Tensor, gate_logits: Tensor) -> tuple[Tensor, ...]:
-        """Return nothing: the logits are there."""
-        return ()
-
-    def undo(self, result: Tensor, remembered: tuple[Tensor, ...], gate_logits: Tensor) -> Tensor:
-        """Return the output; zero where the gate is shut, and no gradient gets through."""
-        gate = _gate(gate_logits, result)
-        return (result / gate).masked_fill_(gate == 0, 0.0)
+    gate = torch.sigmoid(gate_logits).unflatten(-1, (attn_output.shape[1], -1))
+    return attn_output * gate.transpose(1, 2).to(attn_output.dtype)

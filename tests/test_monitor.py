@@ -82,6 +82,16 @@ def test_a_plain_loop_writes_scalars_at_its_cadence(net, path):
     assert_put_back(net)
 
 
+def test_without_metrics_the_curves_and_the_first_broken_place_are_still_told(net, path):
+    with Monitor(net, every=1, metrics=(), jsonl=path) as monitor:
+        train(net, monitor, 2)
+        assert set(monitor.latest) == {"train/loss", "train/grad_norm"}
+        with torch.no_grad():
+            next(net.layers[1].parameters())[0, 0] = torch.nan
+        train(net, monitor, 1)
+    assert any("layers.1" in alert.text for alert in monitor.alerts)
+
+
 def test_the_numbers_are_those_of_the_attention(path):
     fresh = Net()
     with Monitor(fresh, every=1, num_queries=None, jsonl=path, auto_step=False) as monitor:

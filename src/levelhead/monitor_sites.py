@@ -10,7 +10,7 @@ from torch import Tensor
 
 from levelhead.capture_tokens import TokenFinder, document_starts
 from levelhead.diagnose_calls import broken_heads, scores_of
-from levelhead.measure.concentration import concentration
+from levelhead.measure.concentration import Concentration, concentration
 from levelhead.sites.calls import AttentionCall
 from levelhead.sites.sites import AttentionSite
 
@@ -77,21 +77,26 @@ class StepSums:
             first_tokens=document_starts(call, tokens), real_queries=tokens,
         )  # fmt: skip
         self.num_calls += 1
-        for row, metric in enumerate(self.metrics):
-            values = found.rows[metric].double().transpose(0, 1).flatten(1)
-            is_known = ~values.isnan()
-            self.sums[name][row] += values.nansum(1).cpu()
-            self.counts[name][row] += is_known.sum(1).cpu()
-            largest = values.masked_fill(~is_known, -torch.inf).amax(1).cpu()
-            self.largest[name][row] = torch.maximum(self.largest[name][row], largest)
-            if metric == "score_max" and call.attn_bias is None and call.soft_cap is None:
-                share = largest / call.scale / torch.finfo(call.query.dtype).max
-                self.raw_share[name] = torch.maximum(self.raw_share[name], share)
+        if self.metrics:
+            self._add_rows(name, call, found)
         heads = sorted(broken_heads(call, tokens))
         self.broken[name][heads] += 1
         self.broken[name][-1] += found.num_nonfinite > 0 and not heads
         if name not in self.order:
             self.order.append(name)
+
+    def _add_rows(self, name: str, call: AttentionCall, found: Concentration) -> None:
+        rows = torch.stack([found.rows[metric] for metric in self.metrics]).double()
+        values = rows.transpose(1, 2).flatten(2)
+        is_known = ~values.isnan()
+        self.sums[name] += values.nansum(-1).cpu()
+        self.counts[name] += is_known.sum(-1).cpu()
+        largest = values.masked_fill_(~is_known, -torch.inf).amax(-1).cpu()
+        self.largest[name] = torch.maximum(self.largest[name], largest)
+        if "score_max" in self.metrics and call.attn_bias is None and call.soft_cap is None:
+            score_max = largest[self.metrics.index("score_max")]
+            share = score_max / call.scale / torch.finfo(call.query.dtype).max
+            self.raw_share[name] = torch.maximum(self.raw_share[name], share)
 
     def first_broken(self) -> Broken | None:
         """Return the first site, as they were called, whose numbers are not finite."""
@@ -165,14 +170,17 @@ def scalars(statistics: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str
     """
     named: dict[str, float] = {}
     for layer, metrics in statistics.items():
-        for metric, by_head in metrics.items():
-            values = torch.tensor(by_head, dtype=torch.float64)
-            numbers = {
-                **{str(head): value for head, value in enumerate(by_head)},
-                "mean": float(values.nanmean()),
-                "max": float(values.nan_to_num(-torch.inf, posinf=torch.inf).amax()),
-                "q99": float(values.nanquantile(0.99)),
-            }
+        if not metrics:
+            continue
+        values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+        over_heads = {
+            "mean": values.nanmean(1).tolist(),
+            "max": values.nan_to_num(-torch.inf, posinf=torch.inf).amax(1).tolist(),
+            "q99": values.nanquantile(0.99, dim=1).tolist(),
+        }
+        for row, (metric, by_head) in enumerate(metrics.items()):
+            numbers = {str(head): value for head, value in enumerate(by_head)}
+            numbers |= {which: values[row] for which, values in over_heads.items()}
             for which, value in numbers.items():
                 named[f"attn/{layer or 'root'}/{which}/{metric}"] = value
     return named

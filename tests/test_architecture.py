@@ -21,7 +21,8 @@ PACKAGES = {"levelhead.bench"}
 """Imported as a whole by the command line, which looks for what lies in it."""
 
 LEVELS = {
-    0: ("shapes", "terms", "rows", "linalg", "lanczos", "kernels", "sharding", "exits", "modes"),
+    0: ("shapes", "terms", "rows", "linalg", "lanczos", "kernels", "sharding", "exits", "modes",
+        "plain_gradients", "score_tiles"),
     1: ("stages", "reference", "init", "measure"),
     2: ("steps", "parts", "variants", "sizes", "capped", "visible", "inner", "attention"),
     3: ("sites.sites", "sites.find", "sites.layout", "sites.reading", "sites.own_sites",

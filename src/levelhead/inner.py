@@ -287,14 +287,28 @@ class InnerAttention(nn.Module):
         Returns:
             One output per query and head.
         """
-        attn_output = self.mix(query, key, value, call)
-        if self.weights is not None:
+        if self.weights is None:
+            attn_output = self.mix(query, key, value, call)
+        else:
             assert hidden_states is not None
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
-            attn_output = self.weights.fused(attn_output, value, call.mask, *coefficients)
+            attn_output = self._mix_affine(query, key, value, call, *coefficients)
         for part in self.outputs():
             attn_output = part(attn_output, hidden_states)
         return attn_output
+
+    def _mix_affine(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, alpha: Tensor, mean: Tensor
+    ) -> Tensor:
+        """Return the output of scaled and shifted weights, which are at hand now and then."""
+        assert self.weights is not None
+        if self.cap is None and self.normaliser.builds_scores(query, key, call.mask):
+            terms = self.weights.terms(call.mask, alpha, mean)
+            return self.normaliser.by_scores(
+                query, key, value, call.mask, call.scale, call.dropout_p, terms
+            )
+        attn_output = self.mix(query, key, value, call)
+        return self.weights.fused(attn_output, value, call.mask, alpha, mean)
 
     def mix(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Return the normalised weights times the values: scores and normaliser stage, fused.

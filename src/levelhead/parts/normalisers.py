@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
+from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import at_least_float32
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.score_matrix import (
@@ -32,14 +33,31 @@ class Softmax(Part):
         dropout_p: float,
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it."""
-        if mask.bias is not None and learns_on_cpu(mask.bias):
-            return token_major(
-                attention_by_score_matrix(
-                    query, key, value, mask.bias, mask.allowed(), scale, dropout_p
-                )
-            )
+        if self.builds_scores(query, key, mask):
+            return self.by_scores(query, key, value, mask, scale, dropout_p)
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
+
+    def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
+        """Say whether a call is faster through the matrix of scores than by a fused kernel."""
+        return mask.bias is not None and learns_on_cpu(mask.bias)
+
+    def by_scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        scale: float,
+        dropout_p: float,
+        affine: AffineTerms | None = None,
+    ) -> Tensor:
+        """Return the attention output through the matrix of scores, its weights changed or not."""
+        sink = self.extra_score(query)
+        attn_output = attention_by_score_matrix(
+            query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink, affine
+        )
+        return token_major(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         """Return the weights of masked scores; a row without any allowed key gives zeros.
@@ -62,6 +80,9 @@ class OffByOne(Softmax):
     def extra_score(self, like: Tensor) -> Tensor:
         return self.sink_score(like)
 
+    def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
+        return super().builds_scores(query, key, mask) or is_smaller_than_queries(query, key)
+
     def fused(
         self,
         query: Tensor,
@@ -71,13 +92,9 @@ class OffByOne(Softmax):
         scale: float,
         dropout_p: float,
     ) -> Tensor:
+        if self.builds_scores(query, key, mask):
+            return self.by_scores(query, key, value, mask, scale, dropout_p)
         sink = self.sink_score(query)
-        learns = mask.bias is not None and learns_on_cpu(mask.bias)
-        if learns or is_smaller_than_queries(query, key):
-            attn_output = attention_by_score_matrix(
-                query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink
-            )
-            return token_major(attn_output) if learns else attn_output
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
 

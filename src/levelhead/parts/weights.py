@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from levelhead.parts.base import AttentionShape, Part
+from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import at_least_float32, require, require_known
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.weights import affine_output, affine_weights, linear_clipping
@@ -114,6 +115,12 @@ class Affine(StepState, Part):
 
     def settle(self, total: Tensor) -> None:
         self._finish(total)
+
+    def terms(self, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> AffineTerms:
+        """Return what scales and shifts the weights themselves, where they are at hand."""
+        mask = mask.without_finite_bias()
+        count = visible_count(mask).clamp_min(1) if self.counts_visible else mask.num_keys
+        return AffineTerms(alpha, (mean - alpha) / count, mask.visible())
 
     def fused(
         self,

@@ -5,11 +5,11 @@ computed once in the forward pass and once more in the backward pass: no matrix 
 which costs less than to write and read it. All of a tile is made in two buffers, in place.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import at_least_float32, without_autocast
 
-_TILE_BYTES = 3 * 2**19
+_TILE_BYTES = 2**19
 """Of the scores of one tile, for each thread."""
 
 
@@ -63,7 +63,7 @@ class _Tile(NamedTuple):
 
 
 class _Scores:
-    """The scores of a call, tile by tile, in two buffers that are used again.
+    """The scores of a call, tile by tile, in memory that every tile uses again.
 
     A bias with one more column than there are keys holds the score of a key of zeros, whose value
     is zero: a sink.
@@ -73,54 +73,82 @@ class _Scores:
         self.query, self.key, self.bias, self.allowed = query, key, bias, allowed
         self.scale, self.may_be_empty = scale, may_be_empty
         self.dtype = at_least_float32(query.dtype)
-        self.num_keys = key.shape[2]
-        has_sink = bias is not None and bias.shape[3] == self.num_keys + 1
-        self.num_columns = self.num_keys + has_sink
-        batch, num_heads, num_queries, _ = query.shape
-        area = num_queries * self.num_columns
-        room = _TILE_BYTES * torch.get_num_threads() // self.dtype.itemsize
-        num_matrices = min(batch * num_heads, max(1, room // area))
-        self.num_heads = min(num_heads, num_matrices)
-        self.num_samples = num_matrices // self.num_heads
-        shape = (2, self.num_samples * self.num_heads * area)
-        self.buffers = query.new_empty(shape, dtype=self.dtype).unbind()
+        self.num_sinks = int(bias is not None and bias.shape[3] == key.shape[2] + 1)
+        self.room: dict[str, Tensor] = {}
 
     def tiles(self) -> Iterator[_Tile]:
-        """Yield all tiles."""
-        for samples in _cuts(self.query.shape[0], self.num_samples):
-            for heads in _cuts(self.query.shape[1], self.num_heads):
+        """Yield all tiles, the first one a largest."""
+        batch, num_heads, num_queries, _ = self.query.shape
+        area = max(1, num_queries * (self.key.shape[2] + self.num_sinks))
+        room = _TILE_BYTES * torch.get_num_threads() // self.dtype.itemsize
+        num_matrices = max(1, room // area)
+        for samples in _cuts(batch, max(1, num_matrices // num_heads)):
+            for heads in _cuts(num_heads, num_matrices):
                 yield _Tile(samples, heads)
 
-    def rows(self, tensor: Float[Tensor, "B H N D"], tile: _Tile) -> Float[Tensor, "bh N D"]:
-        """Return the tile's rows, dense."""
-        return tile.of(tensor).to(self.dtype).flatten(0, 1)
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Return memory of a name; what the tile before left there is lost."""
+        size = math.prod(shape)
+        if name not in self.room or self.room[name].numel() < size:
+            self.room[name] = self.query.new_empty(size, dtype=self.dtype)
+        return self.room[name][:size].view(shape)
 
-    def keyed(self, tensor: Float[Tensor, "B H S D"], tile: _Tile) -> Float[Tensor, "bh C D"]:
-        """Return the tile's keys or values, with a row of zeros for the sink."""
-        rows = self.rows(tensor, tile)
-        return rows if self.num_columns == self.num_keys else F.pad(rows, (0, 0, 0, 1))
+    def dense(
+        self, name: str, rows: Float[Tensor, "b h N D"], num_more: int = 0
+    ) -> Float[Tensor, "bh M D"]:
+        """Return rows one after the other, and more of them, of zeros."""
+        if rows.dtype == self.dtype and rows.is_contiguous() and num_more == 0:
+            return rows.flatten(0, 1)
+        num_samples, num_heads, num_rows, width = rows.shape
+        dense = self.take(name, num_samples, num_heads, num_rows + num_more, width)
+        dense[:, :, :num_rows].copy_(rows)
+        dense[:, :, num_rows:].zero_()
+        return dense.flatten(0, 1)
 
-    def buffer(self, number: int, tile: _Tile) -> Float[Tensor, "b h T C"]:
-        """Return a buffer for a tile."""
-        num_samples, num_heads = (cut.stop - cut.start for cut in tile)
-        shape = (num_samples, num_heads, self.query.shape[2], self.num_columns)
-        return self.buffers[number][: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
+    def queries(self, tile: _Tile) -> Float[Tensor, "bh T D"]:
+        """Return the tile's queries."""
+        return self.dense("query", tile.of(self.query))
 
-    def weights(self, query, key, tile: _Tile) -> Float[Tensor, "b h T C"]:
-        """Return the weights of a tile, in the first buffer; zeros where a query sees nothing."""
-        scores = self.buffer(0, tile)
+    def keys(self, tile: _Tile) -> Float[Tensor, "bh C D"]:
+        """Return the tile's keys, the sink's among them."""
+        return self.dense("key", tile.of(self.key), self.num_sinks)
+
+    def values(self, value: Float[Tensor, "B H S Dv"], tile: _Tile) -> Float[Tensor, "bh C Dv"]:
+        """Return the tile's values, the sink's among them."""
+        return self.dense("value", tile.of(value), self.num_sinks)
+
+    def weights(self, query: Tensor, key: Tensor, tile: _Tile) -> Float[Tensor, "b h T C"]:
+        """Return the weights of a tile; zeros where a query sees nothing."""
+        num_samples, num_heads = tile.of(self.query).shape[:2]
+        scores = self.take("weights", len(query), query.shape[1], key.shape[1])
+        torch.bmm(query, key.mT, out=scores)
+        scores = scores.unflatten(0, (num_samples, num_heads))
         if self.bias is None:
-            scores.zero_()
+            scores.mul_(self.scale)
         else:
-            scores.copy_(tile.of(self.bias))
+            bias = tile.of(self.bias).to(self.dtype)
+            torch.add(bias, scores, alpha=self.scale, out=scores)
         if self.allowed is not None:
-            zero = scores.new_zeros(())
-            scores[..., : self.num_keys] += torch.where(tile.of(self.allowed), zero, -torch.inf)
-        scores.flatten(0, 1).baddbmm_(query, key.mT, alpha=self.scale)
+            allowed = tile.of(self.allowed)
+            hidden = self.take("allowed", *allowed.shape).copy_(allowed).log_()  # 0 and -inf
+            scores[..., : self.key.shape[2]].add_(hidden)
         if not self.may_be_empty:
             return torch.softmax(scores, dim=-1, out=scores)
         is_empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
         return torch.softmax(scores, dim=-1, out=scores).masked_fill_(is_empty, 0.0)
+
+    def put(
+        self, tensor: Float[Tensor, "B H N D"], tile: _Tile, left: Tensor, right: Tensor,
+        factor: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Write ``factor * left @ right``, but for the row of a sink, into a tensor."""
+        part = tile.of(tensor)
+        product = self.take("product", *left.shape[:2], right.shape[2])
+        if factor == 1.0:
+            torch.bmm(left, right, out=product)
+        else:
+            product.baddbmm_(left, right, beta=0.0, alpha=factor)
+        part.copy_(product.unflatten(0, part.shape[:2])[:, :, : part.shape[2]])
 
 
 def _cuts(stop: int, size: int) -> Iterator[slice]:
@@ -145,16 +173,16 @@ class TiledAttention(torch.autograd.Function):
         ctx.may_be_empty = may_be_empty(bias, allowed)
         scores = _Scores(query, key, bias, allowed, scale, ctx.may_be_empty)
         terms = None if alpha is None else AffineTerms(alpha, shift, seen)
-        output = _token_major(query, value)
+        # Heads of a token side by side, as fused kernels lay them, and no view of anything.
+        shape = (*query.shape[:3], value.shape[3])
+        output = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=value.dtype)
         with without_autocast("cpu"):
             for tile in scores.tiles():
-                weights = scores.weights(scores.rows(query, tile), scores.keyed(key, tile), tile)
+                weights = scores.weights(scores.queries(tile), scores.keys(tile), tile)
                 if terms is not None:
-                    _scale_(weights, terms, tile)
+                    weights.mul_(tile.of(terms.alpha))
                     _shift_(weights, terms, tile)
-                _put(
-                    output, tile, torch.bmm(weights.flatten(0, 1), scores.keyed(value, tile)), 1.0
-                )
+                scores.put(output, tile, weights.flatten(0, 1), scores.values(value, tile))
         return output
 
     @staticmethod
@@ -165,93 +193,75 @@ class TiledAttention(torch.autograd.Function):
         query, key, value, bias, alpha, shift = inputs
         scores = _Scores(query, key, bias, allowed, ctx.scale, ctx.may_be_empty)
         terms = None if alpha is None else AffineTerms(alpha, shift, seen)
+        found = [
+            torch.empty_like(t) if t is not None and is_needed else None
+            for t, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        if found[3] is not None:  # a sum over samples
+            found[3] = torch.zeros_like(bias, dtype=scores.dtype)
         with without_autocast("cpu"):
-            found = _gradients(scores, value, terms, grads[0], ctx.needs_input_grad)
+            for tile in scores.tiles():
+                _put_gradients(found, scores, value, terms, grads[0], tile)
+        if found[3] is not None:
+            found[3] = found[3].to(bias.dtype)
         return *found, None, None, None, None
-
-
-def _scale_(weights: Float[Tensor, "b h T C"], terms: AffineTerms, tile: _Tile) -> None:
-    weights.mul_(tile.of(terms.alpha))
 
 
 def _shift_(weights: Float[Tensor, "b h T C"], terms: AffineTerms, tile: _Tile) -> None:
     """Shift the weights of all keys that are seen; that of a sink counts for nothing."""
-    shift = tile.of(terms.shift)
+    shift = tile.of(terms.shift).to(weights.dtype)
     if terms.seen is None:
         weights.add_(shift)
-        return
-    seen = tile.of(terms.seen).to(weights.dtype)
-    weights[..., : seen.shape[3]].addcmul_(shift.to(weights.dtype), seen)
-
-
-def _gradients(
-    scores: _Scores, value: Tensor, terms: AffineTerms | None, grad: Tensor, needs
-) -> list[Tensor | None]:
-    """Return the gradients of query, key, value, bias, alpha and shift, those that are needed."""
-    query, key, bias = scores.query, scores.key, scores.bias
-    grad_query, grad_key, grad_value = (
-        torch.empty_like(t) if is_needed else None
-        for t, is_needed in zip((query, key, value), needs, strict=False)
-    )
-    grad_bias = None
-    if bias is not None and needs[3]:
-        grad_bias = torch.zeros_like(bias, dtype=scores.dtype)
-    grad_terms = (None, None)
-    if terms is not None:
-        grad_terms = (torch.empty_like(terms.alpha), torch.empty_like(terms.shift))
-    for tile in scores.tiles():
-        query_rows, key_rows = scores.rows(query, tile), scores.keyed(key, tile)
-        grad_rows = scores.rows(grad, tile)
-        weights = scores.weights(query_rows, key_rows, tile)
-        change = scores.buffer(1, tile)
-        flat = change.flatten(0, 1)
-        torch.bmm(grad_rows, scores.keyed(value, tile).mT, out=flat)
-        if terms is None:
-            torch.ops.aten._softmax_backward_data.out(
-                change, weights, -1, change.dtype, grad_input=change
-            )
-        else:
-            _affine_change_(change, weights, terms, tile, *grad_terms)
-        if grad_value is not None:
-            _put(grad_value, tile, torch.bmm(weights.flatten(0, 1).mT, grad_rows), 1.0)
-        if grad_bias is not None:
-            part = tile.of(grad_bias)
-            part += change.sum_to_size(part.shape)
-        if grad_query is not None:
-            _put(grad_query, tile, torch.bmm(flat, key_rows), scores.scale)
-        if grad_key is not None:
-            _put(grad_key, tile, torch.bmm(flat.mT, query_rows), scores.scale)
-    if grad_bias is not None:
-        grad_bias = grad_bias.to(bias.dtype)
-    return [grad_query, grad_key, grad_value, grad_bias, *grad_terms]
-
-
-def _affine_change_(change, weights, terms: AffineTerms, tile, grad_alpha, grad_shift) -> None:
-    """Turn the gradient of the changed weights into that of the scores, and the weights too."""
-    if terms.seen is None:
-        tile.of(grad_shift).copy_(change.sum(dim=-1, keepdim=True))
     else:
-        seen = tile.of(terms.seen).to(change.dtype)
-        tile.of(grad_shift).copy_((change[..., : seen.shape[3]] * seen).sum(dim=-1, keepdim=True))
-    moved = (change * weights).sum(dim=-1, keepdim=True)
-    tile.of(grad_alpha).copy_(moved)
-    _scale_(weights, terms, tile)
-    change.sub_(moved).mul_(weights)
-    _shift_(weights, terms, tile)
+        seen = tile.of(terms.seen).to(weights.dtype)
+        weights[..., : seen.shape[3]].addcmul_(shift, seen)
 
 
-def _put(
-    tensor: Float[Tensor, "B H N D"], tile: _Tile, rows: Float[Tensor, "bh M D"], factor: float
+def _put_gradients(
+    found: list[Tensor | None],
+    scores: _Scores,
+    value: Float[Tensor, "B H S Dv"],
+    terms: AffineTerms | None,
+    grad: Float[Tensor, "B H T Dv"],
+    tile: _Tile,
 ) -> None:
-    """Write a factor times a tile's rows, but for that of a sink, into a tensor."""
-    part = tile.of(tensor)
-    torch.mul(rows.unflatten(0, part.shape[:2])[:, :, : part.shape[2]], factor, out=part)
+    """Write a tile's part of the gradients of query, key, value, bias, alpha and shift."""
+    grad_query, grad_key, grad_value, grad_bias, grad_alpha, grad_shift = found
+    query, key = scores.queries(tile), scores.keys(tile)
+    grad_rows = scores.dense("grad", tile.of(grad))
+    weights = scores.weights(query, key, tile)
+    change = scores.take("change", *weights.shape)
+    flat = change.flatten(0, 1)
+    torch.bmm(grad_rows, scores.values(value, tile).mT, out=flat)
+    if grad_shift is not None:
+        tile.of(grad_shift).copy_(_sum_over_seen(change, terms, tile))
+    moved = change.mul_(weights).sum(dim=-1, keepdim=True)
+    if grad_alpha is not None:
+        tile.of(grad_alpha).copy_(moved)
+    change.addcmul_(weights, moved, value=-1)
+    if terms is not None:
+        alpha = tile.of(terms.alpha)
+        change.mul_(alpha)
+        weights.mul_(alpha)
+        _shift_(weights, terms, tile)
+    if grad_value is not None:
+        scores.put(grad_value, tile, weights.flatten(0, 1).mT, grad_rows)
+    if grad_bias is not None:
+        part = tile.of(grad_bias)
+        part += change.sum_to_size(part.shape)
+    if grad_query is not None:
+        scores.put(grad_query, tile, flat, key, scores.scale)
+    if grad_key is not None:
+        scores.put(grad_key, tile, flat.mT, query, scores.scale)
 
 
-def _token_major(query: Float[Tensor, "B H T D"], value: Float[Tensor, "B H S Dv"]) -> Tensor:
-    """Return an empty output, the heads of a token side by side as fused kernels lay them."""
-    shape = (*query.shape[:3], value.shape[3])
-    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=value.dtype)
+def _sum_over_seen(
+    change: Float[Tensor, "b h T C"], terms: AffineTerms, tile: _Tile
+) -> Float[Tensor, "b h T 1"]:
+    if terms.seen is None:
+        return change.sum(dim=-1, keepdim=True)
+    seen = tile.of(terms.seen).to(change.dtype)
+    return (change[..., : seen.shape[3]] * seen).sum(dim=-1, keepdim=True)
 
 
 def may_be_empty(bias: Tensor | None, allowed: Tensor | None) -> bool:

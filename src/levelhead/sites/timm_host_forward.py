@@ -121,9 +121,10 @@ class WindowForward(TimmForward):
         """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
         host: Any = self
         query, key, value = project_heads(host, x)
-        # The product of scores copies strided rows anyway; norms before it are faster on these.
+        # Products copy strided rows anyway, norms are faster on dense ones, and the projection
+        # they are a view of is free again.
         attn_output = self.levelhead(
-            query.contiguous(), key.contiguous(), value, x,
+            query.contiguous(), key.contiguous(), value.contiguous(), x,
             attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
         )  # fmt: skip
         return self.finish(attn_output, x)

@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from levelhead.capped import CappedAttention, fits_capped_attention
+from levelhead.fused import leave_fused
+from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.normalisers import Softmax
 from levelhead.parts.outputs import Gate, Precondition
@@ -178,9 +180,11 @@ class InnerAttention(nn.Module):
         """
         query, key, value = to_autocast_dtype(query, key, value)
         self.check_fit(query, key, value, hidden_states)
+        projected = query, key, value
         query, key = self.norm.prepare(query, key)
         if rope is not None:
             query, key = rope(query, key)
+        query, key, value = leave_fused(projected, (query, key, value))
         call = self.check(
             query, key, value, attn_mask, attn_bias, is_causal, token_mask, scale, dropout_p
         )
@@ -287,30 +291,42 @@ class InnerAttention(nn.Module):
         Returns:
             One output per query and head.
         """
-        if self.weights is None:
-            attn_output = self.mix(query, key, value, call)
-        else:
+        if self.cap is None and self.normaliser.builds_scores(query, key, call.mask):
+            return self._attend_by_scores(query, key, value, hidden_states, call)
+        maps = list(self._maps(value, hidden_states, call))
+        attn_output = self.mix(query, key, value, call, maps[0] if maps else None)
+        for then in maps[1:]:
+            attn_output = then(attn_output)
+        return attn_output
+
+    def _maps(self, value: Tensor, hidden_states: Tensor | None, call: Call) -> Iterator[Mapped]:
+        """Yield what is done to the output, in order."""
+        if self.weights is not None:
             assert hidden_states is not None
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
-            attn_output = self._mix_affine(query, key, value, call, *coefficients)
+            yield self.weights.mapped(value, call.mask, *coefficients)
+        for part in self.outputs():
+            yield part.mapped(hidden_states)
+
+    def _attend_by_scores(
+        self, query: Tensor, key: Tensor, value: Tensor, hidden_states: Tensor | None, call: Call
+    ) -> Tensor:
+        """Attend through the matrix of scores, where weights are at hand to be changed."""
+        affine = None
+        if self.weights is not None:
+            assert hidden_states is not None
+            coefficients = self.weights.coefficients(hidden_states, call.token_mask)
+            affine = self.weights.terms(call.mask, *coefficients)
+        attn_output = self.normaliser.by_scores(
+            query, key, value, call.mask, call.scale, call.dropout_p, affine
+        )
         for part in self.outputs():
             attn_output = part(attn_output, hidden_states)
         return attn_output
 
-    def _mix_affine(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, alpha: Tensor, mean: Tensor
+    def mix(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, then: Mapped | None = None
     ) -> Tensor:
-        """Return the output of scaled and shifted weights, which are at hand now and then."""
-        assert self.weights is not None
-        if self.cap is None and self.normaliser.builds_scores(query, key, call.mask):
-            terms = self.weights.terms(call.mask, alpha, mean)
-            return self.normaliser.by_scores(
-                query, key, value, call.mask, call.scale, call.dropout_p, terms
-            )
-        attn_output = self.mix(query, key, value, call)
-        return self.weights.fused(attn_output, value, call.mask, alpha, mean)
-
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, call: Call) -> Tensor:
         """Return the normalised weights times the values: scores and normaliser stage, fused.
 
         Args:
@@ -318,12 +334,21 @@ class InnerAttention(nn.Module):
             key: Prepared keys.
             value: Values.
             call: What ``check`` returned.
+            then: What is done to the output.
 
         Returns:
             One output per query and head.
         """
         if self.cap is None:
-            return self.normaliser.fused(query, key, value, call.mask, call.scale, call.dropout_p)
+            return self.normaliser.fused(
+                query, key, value, call.mask, call.scale, call.dropout_p, then
+            )
+        attn_output = self._mix_capped(query, key, value, call, self.cap)
+        return attn_output if then is None else then(attn_output)
+
+    def _mix_capped(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, cap: SoftCap
+    ) -> Tensor:
         key, value = (repeat_heads(rows, query.shape[1]) for rows in (key, value))
 
         extra_score = self.normaliser.extra_score(query)
@@ -337,10 +362,10 @@ class InnerAttention(nn.Module):
 
             return map_query_blocks(block, query)
 
-        if not fits_capped_attention(query, call.mask, call.dropout_p, self.cap.soft_cap):
+        if not fits_capped_attention(query, call.mask, call.dropout_p, cap.soft_cap):
             return plain(query, key, value, extra_score)
         return CappedAttention.apply(  # pyright: ignore[reportReturnType]
-            query, key, value, extra_score, call.mask, call.scale, self.cap.soft_cap, plain
+            query, key, value, extra_score, call.mask, call.scale, cap.soft_cap, plain
         )  # fmt: skip
 
 

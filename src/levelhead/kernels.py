@@ -120,7 +120,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, sink_score, attn_bias, is_causal, scale, kernel):
-        query, key, value = (_dense_rows(rows) for rows in (query, key, value))
+        query, key, value = (dense_rows(rows) for rows in (query, key, value))
         output, lse, saved = kernel.forward(query, key, value, attn_bias, is_causal, scale)
         keep = _above(lse, sink_score).sigmoid()
         tensors = [item for item in saved if isinstance(item, Tensor)]
@@ -135,7 +135,7 @@ class SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        _refuse_second_derivative()
+        refuse_second_derivative("a sink")
         query, key, value, sink_score, attn_bias, output, lse, *tensors = ctx.saved_tensors
         remaining = iter(tensors)
         saved = [
@@ -152,25 +152,39 @@ class SinkAttention(torch.autograd.Function):
         lost = taken * (direction * output).sum(dim=-1, keepdim=True)
         square = direction.square().sum(dim=-1, keepdim=True).clamp_min(1.0)
         grad_qkv = ctx.kernel.backward(
-            _dense_rows((wide * keep).to(grad.dtype)), query, key, value, attn_bias,
-            _dense_rows((output - lost * direction / square).to(output.dtype)), lse,
+            dense_rows((wide * keep).to(grad.dtype)), query, key, value, attn_bias,
+            dense_rows((output - lost * direction / square).to(output.dtype)), lse,
             ctx.is_causal, ctx.scale, saved,
         )  # fmt: skip
         grad_sink = -(keep * lost * size).sum(dim=(0, 2, 3)).to(sink_score.dtype)
         return *grad_qkv, grad_sink, None, None, None, None
 
 
-def _refuse_second_derivative() -> None:
-    # The kernel's own gradient has none, and that of the sink would silently miss a term.
+def refuse_second_derivative(what: str) -> None:
+    """Refuse where the gradient shall have a gradient: the kernel's has none.
+
+    Args:
+        what: Goes with the attention; its second derivative would silently miss a term.
+
+    Raises:
+        RuntimeError: Gradients are enabled in a backward pass.
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError(
-            "the fused attention with a sink has no second derivative (create_graph=True); run "
+            f"the fused attention with {what} has no second derivative (create_graph=True); run "
             "forward and backward under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 
-def _dense_rows(rows: Tensor) -> Tensor:
-    """Return rows with a dense last axis, which the kernels take for granted."""
+def dense_rows(rows: Tensor) -> Tensor:
+    """Return rows with a dense last axis, which the kernels take for granted.
+
+    Args:
+        rows: Of any strides.
+
+    Returns:
+        The rows, copied if need be.
+    """
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ class Monitor:
         self._jsonl: JsonlWriter | None = None
         self._noted: dict[str, list[float]] = {"loss": [], "grad_norm": []}
         self._measure_next = self._is_probing = self._has_run = self._is_alarmed = False
+        self._own_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._probe: Any = torch.compiler.disable(self._run_again)
         self._stack = ExitStack()
         self._capturing = ExitStack()
@@ -249,11 +251,19 @@ class Monitor:
 
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the step at the first optimiser of the model that steps after a forward."""
+        if self._has_run and self._is_own(optimizer):
+            self.end_step()
+
+    def _is_own(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimiser moves parameters of the model; asked once of those that do."""
+        if optimizer in self._own_optimizers:
+            return True
         own = {id(parameter) for parameter in self.model.parameters()}
         groups = optimizer.param_groups
-        is_own = any(id(parameter) in own for group in groups for parameter in group["params"])
-        if is_own and self._has_run:
-            self.end_step()
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            return False
+        self._own_optimizers.add(optimizer)
+        return True
 
     def _tell(self, alert: Alert) -> None:
         self.alerts.append(alert)

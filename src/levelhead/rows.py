@@ -4,11 +4,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.modes import is_transformed
+from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.shapes import at_least_float32, without_autocast
 
 ROW_EPS = 1e-6
 """Norm below which a row is divided by this instead (Govindarajan et al. 2026; METHODS 4, 5)."""
+
+_LEAST_FACTOR = 2.0**-32
+"""Factors from here to its inverse leave the digits of unit rows as they are."""
 
 
 def inverse_row_norm(
@@ -56,7 +59,7 @@ def unit_rows(
     if _is_traced():
         inverse = inverse_row_norm(rows, eps)
         return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
-    return _UnitRows.apply(rows, eps, factor)
+    return _UnitRows.apply(rows, eps, factor)[0]
 
 
 def _is_traced() -> bool:
@@ -64,59 +67,91 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
+def _can_be_undone(factor: Tensor | None) -> bool:
+    """Whether dividing by a factor gives unit rows back, digits and all.
+
+    Only on a CPU is it looked at: elsewhere the look would stall the device.
+    """
+    if factor is None:
+        return True
+    if factor.device.type != "cpu" or factor.numel() == 0:
+        return False
+    lowest, highest = factor.detach().abs().aminmax()
+    return bool((lowest >= _LEAST_FACTOR) & (highest <= 1 / _LEAST_FACTOR))
+
+
+def _inverse(norm: Tensor, eps: float) -> Tensor:
+    """Return one over a norm that is at least ``eps``; 0 for rows of zeros."""
+    return norm.clamp_min(eps).reciprocal() * (norm != 0)
+
+
 class _UnitRows(torch.autograd.Function):
-    """The same, with a gradient in half the passes over memory.
+    """The same, and the norms, with a gradient in half the passes over memory.
 
-        grad_rows = factor * inverse * (grad - inverse^2 <grad, rows> rows)
-        grad_factor = inverse <grad, rows>
+        grad_rows = factor * inverse * (grad - <grad, unit> unit)
+        grad_factor = <grad, unit>
 
-    A row shorter than ``eps`` has a constant ``inverse``: its second term is zero. A factor per
-    coordinate meets the gradient first, and unit rows are never kept beside the result.
+    Kept for it is the result, which an attention keeps anyway, where the factor can be divided
+    out again, else the rows that came. A row shorter than ``eps`` has a constant ``inverse``:
+    its second term is zero. A factor per coordinate meets the gradient first. The norms are an
+    output so that second derivatives reach the rows through them.
     """
 
     @staticmethod
     def forward(ctx, rows, eps, factor):
         compute_dtype = at_least_float32(rows.dtype)
         norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=compute_dtype)
-        inverse = norm.clamp_min(eps).reciprocal_().mul_(norm != 0)
-        ctx.eps, is_longer = eps, norm > eps
-        ctx.save_for_backward(rows, inverse, is_longer, factor)
-        ctx.save_for_forward(rows, inverse, is_longer, factor)
+        inverse = _inverse(norm, eps)
         if factor is None or factor.shape[-1] == 1:
-            return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
-        return (rows * inverse).mul_(factor).to(rows.dtype)
+            result = (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+        else:
+            result = (rows * inverse).mul_(factor).to(rows.dtype)
+        ctx.eps, ctx.keeps_result = eps, _can_be_undone(factor)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(result if ctx.keeps_result else rows, norm, factor)
+        if is_forward_mode():
+            ctx.save_for_forward(rows, norm, factor)
+        return result, norm
 
     @staticmethod
     def backward(ctx, *grads):
-        with without_autocast(grads[0].device.type):
-            return _UnitRows._gradients(ctx, grads[0])
+        kept, norm, _ = ctx.saved_tensors
+        grad, grad_norm = grads
+        with without_autocast(norm.device.type):
+            grad = torch.zeros_like(kept) if grad is None else grad
+            return _UnitRows._gradients(ctx, grad, grad_norm)
 
     @staticmethod
-    def _gradients(ctx, grad):
-        rows, inverse, is_longer, factor = ctx.saved_tensors
+    def _gradients(ctx, grad, grad_norm):
+        kept, norm, factor = ctx.saved_tensors
+        inverse, is_longer, dtype = _inverse(norm, ctx.eps), norm > ctx.eps, kept.dtype
+        to_unit, grad_factor = inverse, None  # what is kept times this is of unit length
+        if ctx.keeps_result:
+            to_unit = torch.ones_like(inverse) if factor is None else factor.reciprocal()
         wide = grad.to(inverse.dtype)
-        if torch.is_grad_enabled():  # the gradient shall have a gradient
-            inverse = inverse_row_norm(rows, ctx.eps)
-        grad_factor = None
         if factor is not None and factor.shape[-1] > 1:
-            grad_factor = (wide * inverse * rows).sum_to_size(factor.shape).to(factor.dtype)
+            kept, to_unit = kept * to_unit, torch.ones_like(inverse)
+            grad_factor = (wide * kept).sum_to_size(factor.shape).to(factor.dtype)
             wide, factor = (wide * factor).to(inverse.dtype), None
-        along = torch.linalg.vecdot(wide, rows.to(inverse.dtype)).unsqueeze(-1) * inverse
+        along = torch.linalg.vecdot(wide, kept.to(inverse.dtype)).unsqueeze(-1) * to_unit
         size = inverse if factor is None else inverse * factor
-        grad_rows = torch.addcmul(wide, rows, along * inverse * is_longer, value=-1)
+        grad_rows = torch.addcmul(wide, kept, along * to_unit * is_longer, value=-1)
         grad_rows = grad_rows * size if torch.is_grad_enabled() else grad_rows.mul_(size)
         if factor is not None:
             grad_factor = along.sum_to_size(factor.shape).to(factor.dtype)
-        return grad_rows.to(rows.dtype), None, grad_factor
+        if grad_norm is not None:
+            grad_rows = grad_rows + grad_norm * to_unit * kept
+        return grad_rows.to(dtype), None, grad_factor
 
     @staticmethod
     def jvp(ctx, tangent, _, factor_tangent):
-        rows, inverse, is_longer, factor = ctx.saved_tensors
+        rows, norm, factor = ctx.saved_tensors
+        inverse = _inverse(norm, ctx.eps)
         wide = torch.zeros_like(rows) if tangent is None else tangent
         along = (wide * rows).sum(dim=-1, keepdim=True) * inverse
-        moved = (wide - rows * (along * inverse * is_longer)) * inverse
+        moved = (wide - rows * (along * inverse * (norm > ctx.eps))) * inverse
         if factor is not None:
             moved = moved * factor
         if factor_tangent is not None:
             moved = moved + rows * inverse * factor_tangent
-        return moved.to(rows.dtype)
+        return moved.to(rows.dtype), along  # of the norms of longer rows: those that count

@@ -96,11 +96,14 @@ class _Scores:
     def dense(
         self, name: str, rows: Float[Tensor, "b h N D"], num_more: int = 0
     ) -> Float[Tensor, "bh M D"]:
-        """Return rows one after the other, and more of them, of zeros."""
+        """Return rows one after the other, or columns as they came; and more rows, of zeros."""
         if rows.dtype == self.dtype and rows.is_contiguous() and num_more == 0:
             return rows.flatten(0, 1)
         num_samples, num_heads, num_rows, width = rows.shape
-        dense = self.take(name, num_samples, num_heads, num_rows + num_more, width)
+        if _lies_in_columns(rows):
+            dense = self.take(name, num_samples, num_heads, width, num_rows + num_more).mT
+        else:
+            dense = self.take(name, num_samples, num_heads, num_rows + num_more, width)
         dense[:, :, :num_rows].copy_(rows)
         dense[:, :, num_rows:].zero_()
         return dense.flatten(0, 1)
@@ -117,12 +120,16 @@ class _Scores:
         """Return the tile's values, the sink's among them."""
         return self.dense("value", tile.of(value), self.num_sinks)
 
-    def weights(self, query: Tensor, key: Tensor, tile: _Tile, weights) -> Float[Tensor, "b h T C"]:
-        """Return the weights of a tile; zeros where a query sees nothing."""
-        num_samples, num_heads = tile.of(self.query).shape[:2]
-        shape = (*tile.of(self.query).shape[:2], query.shape[1], key.shape[1])
-        scores = self.take("scores", *shape)
-        torch.bmm(query, key.mT, out=scores.flatten(0, 1))
+    def empty_weights(self) -> Float[Tensor, "B H T C"]:
+        """Return a place for the weights of the whole call."""
+        return self.query.new_empty(
+            (*self.query.shape[:3], self.key.shape[2] + self.num_sinks), dtype=self.dtype
+        )
+
+    def attend(self, tile: _Tile, out: Float[Tensor, "b h T C"]) -> Float[Tensor, "b h T C"]:
+        """Return the weights of a tile, in ``out``; zeros where a query sees nothing."""
+        scores = self.take("scores", *out.shape)
+        torch.bmm(self.queries(tile), self.keys(tile).mT, out=scores.flatten(0, 1))
         if self.bias is None:
             scores.mul_(self.scale)
         else:
@@ -130,14 +137,27 @@ class _Scores:
             torch.add(bias, scores, alpha=self.scale, out=scores)
         if self.allowed is not None:
             scores[..., : self.key.shape[2]].add_(self.hidden(tile.of(self.allowed)))
-        torch.softmax(scores, dim=-1, out=weights)  # a third faster than in place
+        torch.softmax(scores, dim=-1, out=out)  # a third faster than in place
         if self.may_be_empty:
-            weights.masked_fill_((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
-        return weights
+            out.masked_fill_((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
+        return out
 
     def hidden(self, allowed: Bool[Tensor, "b h T S"]) -> Float[Tensor, "b h T S"]:
         """Return 0 where a query may attend and -inf elsewhere, ``1 - 1 / allowed``."""
         return self.take("hidden", *allowed.shape).copy_(allowed).reciprocal_().neg_().add_(1.0)
+
+    def affine(
+        self, weights: Float[Tensor, "b h T C"], terms: AffineTerms, tile: _Tile
+    ) -> Float[Tensor, "b h T C"]:
+        """Return ``alpha * weights + shift * seen``; what a sink gets counts for nothing."""
+        changed = self.take("changed", *weights.shape)
+        alpha, shift = (tile.of(rows).to(self.dtype) for rows in terms[:2])
+        if terms.seen is None:
+            return torch.addcmul(shift, weights, alpha, out=changed)
+        seen = tile.of(terms.seen).to(self.dtype)
+        changed[..., self.key.shape[2] :].zero_()
+        torch.mul(shift, seen, out=changed[..., : self.key.shape[2]])
+        return changed.addcmul_(weights, alpha)
 
     def put(
         self, tensor: Float[Tensor, "B H N D"], tile: _Tile, left: Tensor, right: Tensor,
@@ -145,12 +165,22 @@ class _Scores:
     ) -> None:  # fmt: skip
         """Write ``factor * left @ right``, but for the row of a sink, into a tensor."""
         part = tile.of(tensor)
+        if _lies_in_columns(part):
+            product = self._product(right.mT, left.mT, factor).mT
+        else:
+            product = self._product(left, right, factor)
+        part.copy_(product.unflatten(0, part.shape[:2])[:, :, : part.shape[2]])
+
+    def _product(self, left: Tensor, right: Tensor, factor: float) -> Tensor:
         product = self.take("product", *left.shape[:2], right.shape[2])
         if factor == 1.0:
-            torch.bmm(left, right, out=product)
-        else:
-            product.baddbmm_(left, right, beta=0.0, alpha=factor)
-        part.copy_(product.unflatten(0, part.shape[:2])[:, :, : part.shape[2]])
+            return torch.bmm(left, right, out=product)
+        return product.baddbmm_(left, right, beta=0.0, alpha=factor)
+
+
+def _lies_in_columns(rows: Float[Tensor, "b h N D"]) -> bool:
+    """Whether columns, not rows, are dense: channels of tokens, for one."""
+    return rows.stride(2) == 1 and rows.stride(3) != 1
 
 
 def _cuts(stop: int, size: int) -> Iterator[slice]:
@@ -175,15 +205,15 @@ class TiledAttention(torch.autograd.Function):
         scores = _Scores(query, key, bias, allowed, scale, ctx.may_be_empty)
         terms = None if alpha is None else AffineTerms(alpha, shift, seen)
         # Heads of a token side by side, as fused kernels lay them, and no view of anything.
+        order = (0, 3, 1, 2) if _lies_in_columns(value) else (0, 2, 1, 3)
         shape = (*query.shape[:3], value.shape[3])
-        output = torch.empty_permuted(shape, (0, 2, 1, 3), dtype=value.dtype)
-        attn_weights = torch.empty((*query.shape[:3], key.shape[2] + scores.num_sinks), dtype=scores.dtype)
+        output = torch.empty_permuted(shape, order, dtype=value.dtype)
+        attn_weights = scores.empty_weights()
         with without_autocast("cpu"):
             for tile in scores.tiles():
-                weights = scores.weights(scores.queries(tile), scores.keys(tile), tile, tile.of(attn_weights))
+                weights = scores.attend(tile, out=tile.of(attn_weights))
                 if terms is not None:
-                    weights = torch.mul(weights, tile.of(terms.alpha), out=scores.take("scores", *weights.shape))
-                    _shift_(weights, terms, tile)
+                    weights = scores.affine(weights, terms, tile)
                 scores.put(output, tile, weights.flatten(0, 1), scores.values(value, tile))
         ctx.save_for_backward(query, key, value, bias, alpha, shift, seen, allowed, attn_weights)
         return output
@@ -204,20 +234,10 @@ class TiledAttention(torch.autograd.Function):
             found[3] = torch.zeros_like(bias, dtype=scores.dtype)
         with without_autocast("cpu"):
             for tile in scores.tiles():
-                _put_gradients(found, scores, value, terms, grads[0], tile, attn_weights)
+                _put_gradients(found, scores, value, terms, grads[0], tile, tile.of(attn_weights))
         if found[3] is not None:
             found[3] = found[3].to(bias.dtype)
         return *found, None, None, None, None
-
-
-def _shift_(weights: Float[Tensor, "b h T C"], terms: AffineTerms, tile: _Tile) -> None:
-    """Shift the weights of all keys that are seen; that of a sink counts for nothing."""
-    shift = tile.of(terms.shift).to(weights.dtype)
-    if terms.seen is None:
-        weights.add_(shift)
-    else:
-        seen = tile.of(terms.seen).to(weights.dtype)
-        weights[..., : seen.shape[3]].addcmul_(shift, seen)
 
 
 def _put_gradients(
@@ -227,13 +247,12 @@ def _put_gradients(
     terms: AffineTerms | None,
     grad: Float[Tensor, "B H T Dv"],
     tile: _Tile,
-    attn_weights,
+    weights: Float[Tensor, "b h T C"],
 ) -> None:
     """Write a tile's part of the gradients of query, key, value, bias, alpha and shift."""
     grad_query, grad_key, grad_value, grad_bias, grad_alpha, grad_shift = found
     query, key = scores.queries(tile), scores.keys(tile)
     grad_rows = scores.dense("grad", tile.of(grad))
-    weights = tile.of(attn_weights)
     change = scores.take("scores", *weights.shape)
     flat = change.flatten(0, 1)
     torch.bmm(grad_rows, scores.values(value, tile).mT, out=flat)
@@ -244,10 +263,8 @@ def _put_gradients(
         tile.of(grad_alpha).copy_(moved)
     change.addcmul_(weights, moved, value=-1)
     if terms is not None:
-        alpha = tile.of(terms.alpha)
-        change.mul_(alpha)
-        weights = torch.mul(weights, alpha, out=scores.take("weights", *weights.shape))
-        _shift_(weights, terms, tile)
+        change.mul_(tile.of(terms.alpha))
+        weights = scores.affine(weights, terms, tile)
     if grad_value is not None:
         scores.put(grad_value, tile, weights.flatten(0, 1).mT, grad_rows)
     if grad_bias is not None:

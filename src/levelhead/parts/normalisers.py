@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import at_least_float32
@@ -11,7 +12,6 @@ from levelhead.stages.score_matrix import (
     attention_by_score_matrix,
     is_smaller_than_queries,
     learns_on_cpu,
-    token_major,
 )
 from levelhead.stages.softmax import sink_attention, softmax_attention
 
@@ -31,12 +31,17 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
+        then: Mapped | None = None,
     ) -> Tensor:
-        """Return the attention output without a T x S matrix, where torch has a kernel for it."""
+        """Return the attention output without a T x S matrix, where torch has a kernel for it.
+
+        ``then`` is what is done to the output.
+        """
         if self.builds_scores(query, key, mask):
-            return self.by_scores(query, key, value, mask, scale, dropout_p)
+            attn_output = self.by_scores(query, key, value, mask, scale, dropout_p)
+            return attn_output if then is None else then(attn_output)
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
-        return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p)
+        return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p, then)
 
     def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
         """Say whether a call is faster through the matrix of scores than by a fused kernel."""
@@ -54,10 +59,9 @@ class Softmax(Part):
     ) -> Tensor:
         """Return the attention output through the matrix of scores, its weights changed or not."""
         sink = self.extra_score(query)
-        attn_output = attention_by_score_matrix(
+        return attention_by_score_matrix(
             query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink, affine
         )
-        return token_major(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         """Return the weights of masked scores; a row without any allowed key gives zeros.
@@ -91,12 +95,17 @@ class OffByOne(Softmax):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
+        then: Mapped | None = None,
     ) -> Tensor:
         if self.builds_scores(query, key, mask):
-            return self.by_scores(query, key, value, mask, scale, dropout_p)
-        sink = self.sink_score(query)
-        attn_mask, is_causal = mask.for_sdpa(query.dtype)
-        return sink_attention(query, key, value, sink, attn_mask, is_causal, scale, dropout_p)
+            attn_output = self.by_scores(query, key, value, mask, scale, dropout_p)
+        else:
+            attn_mask, is_causal = mask.for_sdpa(query.dtype)
+            sink = self.sink_score(query)
+            attn_output = sink_attention(
+                query, key, value, sink, attn_mask, is_causal, scale, dropout_p
+            )
+        return attn_output if then is None else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         assert extra_score is not None

@@ -2,10 +2,11 @@
 
 from torch import Tensor, nn
 
+from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.rows import ROW_EPS
 from levelhead.shapes import require, require_known
-from levelhead.stages.outputs import equilibrate_rows, gate_output
+from levelhead.stages.outputs import EquilibrateRows, GateOutput
 
 
 class Precondition(Part):
@@ -16,9 +17,13 @@ class Precondition(Part):
         require(eps > 0, "eps must be positive", f"eps={eps}")
         self.eps, self.detach_norm = eps, bool(detach)
 
+    def mapped(self, hidden_states: Tensor | None) -> Mapped:
+        """Return what brings rows to norm one."""
+        return Mapped(EquilibrateRows(self.eps, self.detach_norm))
+
     def forward(self, attn_output: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return rows of norm one."""
-        return equilibrate_rows(attn_output, self.eps, self.detach_norm)
+        return self.mapped(hidden_states)(attn_output)
 
 
 class Gate(Part):
@@ -43,7 +48,11 @@ class Gate(Part):
     def reset_parameters(self) -> None:
         self.gate_proj.reset_parameters()
 
+    def mapped(self, hidden_states: Tensor | None) -> Mapped:
+        """Return what opens the gate of these hidden states."""
+        assert hidden_states is not None
+        return Mapped(GateOutput(), (self.gate_proj(hidden_states),))
+
     def forward(self, attn_output: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return the gated output."""
-        assert hidden_states is not None
-        return gate_output(attn_output, self.gate_proj(hidden_states))
+        return self.mapped(hidden_states)(attn_output)

@@ -4,11 +4,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import at_least_float32, require, require_known
 from levelhead.stages.masks import AttentionMask
-from levelhead.stages.weights import affine_output, affine_weights, linear_clipping
+from levelhead.stages.weights import AffineOutput, affine_weights, linear_clipping
 from levelhead.steps import StepState
 from levelhead.visible import visible_count, visible_mean, visible_sum
 
@@ -122,24 +123,17 @@ class Affine(StepState, Part):
         count = visible_count(mask).clamp_min(1) if self.counts_visible else mask.num_keys
         return AffineTerms(alpha, (mean - alpha) / count, mask.visible())
 
-    def fused(
-        self,
-        attn_output: Tensor,
-        value: Tensor,
-        mask: AttentionMask,
-        alpha: Tensor,
-        mean: Tensor,
-    ) -> Tensor:
-        """Return the scaled and shifted output without a T x S matrix."""
+    def mapped(self, value: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> Mapped:
+        """Return what scales and shifts the weights, on the output, without a T x S matrix."""
         shift, mask = mean - alpha, mask.without_finite_bias()
         if mask.is_key_padding:
             visible, count = visible_sum(mask, value)
             divisor = count.clamp_min(1.0) if self.counts_visible else mask.num_keys
-            return affine_output(attn_output, alpha, shift / divisor, visible)
+            return Mapped(AffineOutput(), (alpha, shift / divisor, visible))
         if not self.counts_visible:
             shift = shift * (visible_count(mask).to(shift.dtype) / mask.num_keys)
-        visible = visible_mean(mask, value, attn_output.shape[1])
-        return affine_output(attn_output, alpha, shift, visible)
+        visible = visible_mean(mask, value, alpha.shape[1])
+        return Mapped(AffineOutput(), (alpha, shift, visible))
 
     def plain(
         self, attn_weights: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor

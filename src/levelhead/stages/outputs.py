@@ -1,5 +1,7 @@
 """Outputs: what happens to the attention output of each head before heads are merged."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -34,6 +36,32 @@ def equilibrate_rows(
     return (attn_output * inverse_row_norm(attn_output.detach(), eps)).to(attn_output.dtype)
 
 
+@dataclass(frozen=True)
+class EquilibrateRows:
+    """``equilibrate_rows`` as a map that can be undone.
+
+    Attributes:
+        eps: As there.
+        detach: As there.
+    """
+
+    eps: float
+    detach: bool
+
+    def apply(self, attn_output: Tensor) -> Tensor:
+        """Return rows of norm one."""
+        return equilibrate_rows(attn_output, self.eps, self.detach)
+
+    def remember(self, attn_output: Tensor) -> tuple[Tensor, ...]:
+        """Return what the rows were divided by."""
+        norm = torch.linalg.vector_norm(attn_output, dim=-1, keepdim=True)
+        return (norm.clamp_min_(self.eps),)
+
+    def undo(self, result: Tensor, remembered: tuple[Tensor, ...]) -> Tensor:
+        """Return the rows."""
+        return result * remembered[0]
+
+
 def gate_output(
     attn_output: Float[Tensor, "B H T Dv"], gate_logits: Float[Tensor, "B T HD"]
 ) -> Float[Tensor, "B H T Dv"]:
@@ -59,5 +87,26 @@ def gate_output(
         rule = "a gate must hold one number per head, or per coordinate of each head's output"
         came = f"gate_logits={describe(gate_logits)}, attn_output={describe(attn_output)}"
         raise ValueError(complaint(rule, came))
-    gate = torch.sigmoid(gate_logits).unflatten(-1, (attn_output.shape[1], -1))
-    return attn_output * gate.transpose(1, 2).to(attn_output.dtype)
+    return attn_output * _gate(gate_logits, attn_output)
+
+
+def _gate(gate_logits: Tensor, like: Float[Tensor, "B H T Dv"]) -> Tensor:
+    gate = torch.sigmoid(gate_logits).unflatten(-1, (like.shape[1], -1))
+    return gate.transpose(1, 2).to(like.dtype)
+
+
+class GateOutput:
+    """``gate_output`` as a map that can be undone."""
+
+    def apply(self, attn_output: Tensor, gate_logits: Tensor) -> Tensor:
+        """Return the gated output."""
+        return gate_output(attn_output, gate_logits)
+
+    def remember(self, attn_output: Tensor, gate_logits: Tensor) -> tuple[Tensor, ...]:
+        """Return nothing: the logits are there."""
+        return ()
+
+    def undo(self, result: Tensor, remembered: tuple[Tensor, ...], gate_logits: Tensor) -> Tensor:
+        """Return the output; zero where the gate is shut, and no gradient gets through."""
+        gate = _gate(gate_logits, result)
+        return (result / gate).masked_fill_(gate == 0, 0.0)

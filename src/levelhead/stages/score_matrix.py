@@ -65,7 +65,8 @@ def attention_by_score_matrix(
         affine: What scales and shifts the weights of the softmax, or None for nothing.
 
     Returns:
-        One output per query and head; zeros where a query may attend to nothing.
+        One output per query and head, the heads of a token side by side in memory where tokens
+        are rows, as fused kernels lay them; zeros where a query may attend to nothing.
     """
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
@@ -85,7 +86,7 @@ def attention_by_score_matrix(
 
     learning = (query, key, value, attn_bias, alpha, shift)
     if not fits_score_tiles(query, dropout_p):
-        return plain(*learning)
+        return token_major(plain(*learning))
     return TiledAttention.apply(*learning, seen, allowed, scale, plain)  # pyright: ignore[reportReturnType]
 
 

@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.kernels import SinkAttention, find_lse_kernel, warn_if_plain
+from levelhead.kernels_mapped import Mapped, MappedAttention, find_mapped_kernel
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -18,10 +19,11 @@ def softmax_attention(
     is_causal: bool,
     scale: float,
     dropout_p: float = 0.0,
+    then: Mapped | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
-    """Plain attention by torch's fused kernels.
+    """Plain attention by torch's fused kernels, and a map of its output.
 
-        attn_output = softmax(scale * query @ key^T + mask) @ value
+        attn_output = then(softmax(scale * query @ key^T + mask) @ value)
 
     Args:
         query: Queries.
@@ -31,17 +33,44 @@ def softmax_attention(
         is_causal: Top-left causal, for as many keys as queries.
         scale: Factor on the dot product.
         dropout_p: Probability of dropping a weight.
+        then: What is done to the output; where that saves memory, its result alone is kept for
+            the backward pass.
 
     Returns:
-        One output per query and head; zeros where a query may attend to nothing.
+        One output per query and head; zeros, before the map, where a query may attend to nothing.
 
     Source: Vaswani et al. 2017, eq. 1, through ``F.scaled_dot_product_attention``.
     """
     warn_if_plain(query, key, value, attn_mask, is_causal, dropout_p)
-    return F.scaled_dot_product_attention(
+    kernel = None
+    if then is not None:
+        kernel = find_mapped_kernel(query, key, value, attn_mask, dropout_p)
+    if then is not None and kernel is not None:
+        bias = added_mask(attn_mask, query)
+        call = (bias, is_causal, scale, kernel, then.output_map, *then.tensors)
+        return MappedAttention.apply(query, key, value, *call)  # pyright: ignore[reportReturnType]
+    attn_output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
+    return attn_output if then is None else then(attn_output)
+
+
+def added_mask(attn_mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """Turn a boolean mask into one that is added to the scores, as the kernels want it.
+
+    Args:
+        attn_mask: Boolean (True = may attend) or float, or None.
+        query: For dtype and device.
+
+    Returns:
+        0 and -inf for a boolean mask, any other as it is.
+    """
+    if attn_mask is None or attn_mask.dtype != torch.bool:
+        return attn_mask
+    return torch.where(
+        attn_mask, torch.zeros((), dtype=query.dtype, device=query.device), -torch.inf
+    )
 
 
 def sink_attention(
@@ -82,9 +111,7 @@ def sink_attention(
         return extra_key_attention(
             query, key, value, sink_score, attn_mask, is_causal, scale, dropout_p
         )
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        zeros = torch.zeros((), dtype=query.dtype, device=query.device)
-        attn_mask = torch.where(attn_mask, zeros, -torch.inf)
+    attn_mask = added_mask(attn_mask, query)
     # Views, because one tensor may be all three, which Dynamo refuses in an autograd function.
     rows = (query, key.view_as(key), value.view_as(value))
     return SinkAttention.apply(*rows, sink_score, attn_mask, is_causal, scale, kernel)  # pyright: ignore[reportReturnType]

@@ -62,6 +62,35 @@ def affine_output(
     return shifted.flatten(1, 2).to(attn_output.dtype)
 
 
+LEAST_ALPHA = 0.125
+"""Of rows scaled by less than this the unscaled ones are remembered: division costs digits."""
+
+
+class AffineOutput:
+    """``affine_output`` as a map that can be undone."""
+
+    def apply(self, attn_output: Tensor, alpha: Tensor, shift: Tensor, visible: Tensor) -> Tensor:
+        """Return the scaled and shifted output."""
+        return affine_output(attn_output, alpha, shift, visible)
+
+    def remember(
+        self, attn_output: Tensor, alpha: Tensor, shift: Tensor, visible: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return which rows were scaled by little, and these rows."""
+        is_small = (alpha < LEAST_ALPHA).squeeze(-1)
+        return is_small, attn_output[is_small]
+
+    def undo(
+        self, result: Tensor, remembered: tuple[Tensor, ...], alpha: Tensor, shift: Tensor,
+        visible: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return the output before."""
+        is_small, small_rows = remembered
+        attn_output = affine_output(result, alpha.reciprocal(), -shift / alpha, visible)
+        attn_output[is_small] = small_rows
+        return attn_output
+
+
 def affine_weights(
     attn_weights: Float[Tensor, "B H T S"],
     alpha: Float[Tensor, "B H T 1"],

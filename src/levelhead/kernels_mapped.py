@@ -1,0 +1,130 @@
+"""Fused attention and a map of its output, of which only the map's result is kept.
+
+A flash backward wants the attention's own output. Where the map can be undone row by row, its
+result gives that output back, and whatever comes next keeps the result anyway: one tensor of
+hidden states less per layer.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from levelhead.kernels import Kernel, dense_rows, find_lse_kernel, refuse_second_derivative
+from levelhead.modes import is_forward_mode
+from levelhead.shapes import at_least_float32, without_autocast
+
+
+class OutputMap(Protocol):
+    """A map of attention outputs that can be undone.
+
+    Attributes:
+        apply: ``(attn_output, *tensors) -> result``, by operators with a gradient.
+        remember: ``(attn_output, *tensors) -> tensors`` that undoing needs beside the result:
+            something small.
+        undo: ``(result, remembered, *tensors) -> attn_output``, a tensor of its own.
+    """
+
+    @property
+    def apply(self) -> Callable[..., Tensor]: ...  # noqa: D102
+
+    @property
+    def remember(self) -> Callable[..., tuple[Tensor, ...]]: ...  # noqa: D102
+
+    @property
+    def undo(self) -> Callable[..., Tensor]: ...  # noqa: D102
+
+
+class Mapped(NamedTuple):
+    """What is done to an attention output.
+
+    Attributes:
+        output_map: How.
+        tensors: What it reads beside the output.
+    """
+
+    output_map: OutputMap
+    tensors: tuple[Tensor, ...] = ()
+
+    def __call__(self, attn_output: Float[Tensor, "B H T Dv"]) -> Tensor:
+        """Return the result."""
+        return self.output_map.apply(attn_output, *self.tensors)
+
+
+def find_mapped_kernel(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float
+) -> Kernel | None:
+    """Return a kernel for `MappedAttention`, or None where it would save nothing.
+
+    Args:
+        query: ``[B, H, T, D]``.
+        key: ``[B, Hkv, S, D]``.
+        value: ``[B, Hkv, S, Dv]``.
+        attn_mask: Boolean or float, or None.
+        dropout_p: Probability of dropping a weight.
+
+    Returns:
+        A kernel in training on a CPU, in a dtype whose rows have all their digits; None with
+        dropout or a mask that learns, for a compiler and in forward mode.
+    """
+    if torch.compiler.is_compiling() or is_forward_mode() or not torch.is_grad_enabled():
+        return None
+    if query.device.type != "cpu" or query.dtype != at_least_float32(query.dtype):
+        return None
+    learns = any(rows.requires_grad for rows in (query, key, value))
+    if not learns or dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad):
+        return None
+    return find_lse_kernel(query, key, value, attn_mask is not None)
+
+
+class MappedAttention(torch.autograd.Function):
+    """Softmax attention and a map of its output.
+
+        result = output_map(softmax(scale q k^T + bias) v, *tensors)
+
+    ``apply(query, key, value, attn_bias, is_causal, scale, kernel, output_map, *tensors)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, query, key, value, attn_bias, is_causal, scale, kernel, output_map, *tensors
+    ) -> Tensor:
+        rows = [dense_rows(part) for part in (query, key, value)]
+        output, lse, _ = kernel.forward(*rows, attn_bias, is_causal, scale)
+        with without_autocast(query.device.type):
+            result = output_map.apply(output, *tensors)
+            remembered = output_map.remember(output, *tensors)
+        ctx.save_for_backward(*rows, attn_bias, lse, result, *tensors, *remembered)
+        ctx.others = is_causal, scale, kernel, output_map, len(tensors)
+        return result
+
+    @staticmethod
+    def backward(ctx, *grads) -> Any:
+        refuse_second_derivative("a map of its output")
+        query, key, value, attn_bias, lse, result, *others = ctx.saved_tensors
+        is_causal, scale, kernel, output_map, num_tensors = ctx.others
+        tensors, remembered = others[:num_tensors], tuple(others[num_tensors:])
+        needed = ctx.needs_input_grad[-num_tensors:] if num_tensors else ()
+        with without_autocast(query.device.type):
+            output = output_map.undo(result, remembered, *tensors)
+            grad, found = _gradients(output_map, output, tensors, needed, grads[0])
+        grad_qkv = kernel.backward(
+            dense_rows(grad), query, key, value, attn_bias, output, lse, is_causal, scale, ()
+        )
+        return *grad_qkv, None, None, None, None, None, *found
+
+
+def _gradients(
+    output_map: OutputMap, output: Tensor, tensors: list[Tensor], needed: tuple, grad: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the gradients of a map's output and tensors, None for those that need none."""
+    with torch.enable_grad():
+        output = output.detach().requires_grad_()
+        inputs = [t.detach().requires_grad_(n) for t, n in zip(tensors, needed, strict=True)]
+        result = output_map.apply(output, *inputs)
+        learning = [tensor for tensor in inputs if tensor.requires_grad]
+        grad_output, *found = torch.autograd.grad(result, [output, *learning], grad)
+    remaining = iter(found)
+    return grad_output, [next(remaining) if t.requires_grad else None for t in inputs]

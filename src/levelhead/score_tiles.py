@@ -58,8 +58,9 @@ class _Tile(NamedTuple):
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tile's part of a tensor, whose first axes may be of size one."""
-        cuts = zip(tensor.shape, self, strict=False)
-        return tensor[tuple(slice(None) if size == 1 else cut for size, cut in cuts)]
+        whole = slice(None)
+        samples = self.samples if tensor.shape[0] > 1 else whole
+        return tensor[samples, self.heads if tensor.shape[1] > 1 else whole]
 
 
 class _Scores:
@@ -152,12 +153,12 @@ class _Scores:
         """Return ``alpha * weights + shift * seen``; what a sink gets counts for nothing."""
         changed = self.take("changed", *weights.shape)
         alpha, shift = (tile.of(rows).to(self.dtype) for rows in terms[:2])
+        torch.mul(weights, alpha, out=changed)
         if terms.seen is None:
-            return torch.addcmul(shift, weights, alpha, out=changed)
+            return changed.add_(shift)
         seen = tile.of(terms.seen).to(self.dtype)
-        changed[..., self.key.shape[2] :].zero_()
-        torch.mul(shift, seen, out=changed[..., : self.key.shape[2]])
-        return changed.addcmul_(weights, alpha)
+        changed[..., : self.key.shape[2]].addcmul_(shift, seen)
+        return changed
 
     def put(
         self, tensor: Float[Tensor, "B H N D"], tile: _Tile, left: Tensor, right: Tensor,

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from levelhead.parts.projections import WHICH, Projections
+from levelhead.score_tiles import split_thirds
 
 Rows = Float[Tensor, "B H T D"]
 
@@ -29,8 +30,8 @@ def project_heads(
     part, head_dim = host.levelhead.projections, host.levelhead.inner.shape.head_dim
     is_plain, is_fused = type(part) is Projections, getattr(host, "qkv", None) is not None
     if is_plain and is_fused:  # its backward lays the gradient as the layer before wants it
-        thirds = _fused(host, hidden_states).unflatten(-1, (3, -1, head_dim)).unbind(-3)
-        query, key, value = (thirds[role].transpose(1, 2) for role in host.roles)
+        thirds = split_thirds(_thirds(host, hidden_states))
+        query, key, value = (thirds[role] for role in host.roles)
         return query, key, value
     sources = {"q": hidden_states, "k": context, "v": context}
     if is_fused:
@@ -44,6 +45,27 @@ def project_heads(
         projected = {w: part.adjust(w, projected[w], sources[w], *stored[w]) for w in WHICH}
     query, key, value = (split_heads(projected[which], head_dim) for which in WHICH)
     return query, key, value
+
+
+def project_thirds(host: Any, hidden_states: Tensor) -> Float[Tensor, "B T 3 H D"]:
+    """Project queries, keys and values, and leave them side by side.
+
+    Args:
+        host: The attention, with one layer for all three and a ``levelhead`` child.
+        hidden_states: ``[B, T, E]``.
+
+    Returns:
+        What the layer wrote; where the projections part changes it, a copy.
+    """
+    if type(host.levelhead.projections) is Projections:
+        return _thirds(host, hidden_states)
+    heads = project_heads(host, hidden_states)
+    return torch.stack([rows.transpose(1, 2) for rows in heads], dim=2)
+
+
+def _thirds(host: Any, hidden_states: Tensor) -> Float[Tensor, "B T 3 H D"]:
+    head_dim = host.levelhead.inner.shape.head_dim
+    return _fused(host, hidden_states).unflatten(-1, (3, -1, head_dim))
 
 
 def layer_of(host: Any, which: str) -> nn.Module:

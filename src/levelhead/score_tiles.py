@@ -16,9 +16,9 @@ from torch import Tensor
 from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import at_least_float32, without_autocast
-from levelhead.tile_norms import UnitTile, unit_tile_
+from levelhead.tile_norms import UnitTile, inverse_norms
 
-_TILE_BYTES = 2**21
+_TILE_BYTES = 2**20
 """Of the scores of one tile, for each thread."""
 
 
@@ -72,8 +72,8 @@ class Learning(NamedTuple):
     """What has a gradient.
 
     Attributes:
-        query: Queries ``[B, H, T, D]``; without keys: queries, keys and values side by side, as a
-            fused projection writes them, ``[B, T, 3, H, D]``.
+        query: Queries ``[B, H, T, D]``; without keys: queries, keys and values of a fused
+            projection, ``[3, B, H, T, D]``, whose gradient is laid out as the projection's.
         key: Keys, with the heads of the queries, or None.
         value: Values, likewise.
         bias: Added to the scores, or None. One more column than there are keys is the score of a
@@ -97,29 +97,16 @@ class Learning(NamedTuple):
         """Return the same with keys and values of their own."""
         if self.query is None or self.query.ndim == 4:
             return self
-        query, key, value = split_thirds(self.query)
+        query, key, value = self.query
         return self._replace(query=query, key=key, value=value)
-
-
-def split_thirds(thirds: Float[Tensor, "B T 3 H D"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split what a fused projection wrote into queries, keys and values.
-
-    Args:
-        thirds: Their rows side by side.
-
-    Returns:
-        Views ``[B, H, T, D]``.
-    """
-    query, key, value = (rows.transpose(1, 2) for rows in thirds.unbind(2))
-    return query, key, value
 
 
 class _Scores:
     """The scores of a call, tile by tile, in memory that every tile uses again."""
 
-    def __init__(self, rows: Learning, allowed, scale, eps, may_be_empty):
+    def __init__(self, rows: Learning, allowed, inverses, scale, may_be_empty):
         self.query, self.key, self.value, self.bias = rows[:4]
-        self.factors, self.eps = rows[6:8], eps
+        self.factors, self.inverses = rows[6:8], inverses
         self.allowed, self.scale, self.may_be_empty = allowed, scale, may_be_empty
         self.dtype = at_least_float32(self.query.dtype)
         self.num_sinks = int(rows.bias is not None and rows.bias.shape[3] == self.key.shape[2] + 1)
@@ -143,14 +130,11 @@ class _Scores:
         return self.room[name][:size].view(shape)
 
     def dense(
-        self, name: str, rows: Float[Tensor, "b h N D"], num_more: int = 0, is_own: bool = False
-    ) -> Float[Tensor, "b h M D"]:
-        """Return rows one after the other, or columns as they came; and more rows, of zeros.
-
-        ``is_own`` asks for a copy in any case.
-        """
-        if rows.dtype == self.dtype and rows.is_contiguous() and num_more == 0 and not is_own:
-            return rows
+        self, name: str, rows: Float[Tensor, "b h N D"], num_more: int = 0
+    ) -> Float[Tensor, "bh M D"]:
+        """Return rows one after the other, or columns as they came; and more rows, of zeros."""
+        if rows.dtype == self.dtype and rows.is_contiguous() and num_more == 0:
+            return rows.flatten(0, 1)
         num_samples, num_heads, num_rows, width = rows.shape
         if _lies_in_columns(rows):
             dense = self.take(name, num_samples, num_heads, width, num_rows + num_more).mT
@@ -159,7 +143,7 @@ class _Scores:
         dense[:, :, :num_rows].copy_(rows)
         if num_more > 0:
             dense[:, :, num_rows:].zero_()
-        return dense
+        return dense.flatten(0, 1)
 
     def queries(self, tile: _Tile) -> tuple[Float[Tensor, "bh T D"], UnitTile | None]:
         """Return the tile's queries, after their norm if there is one."""
@@ -170,16 +154,22 @@ class _Scores:
         return self._prepared("key", self.key, tile, self.num_sinks, 1)
 
     def _prepared(self, name: str, rows: Tensor, tile: _Tile, num_more: int, which: int):
-        eps, factor = self.eps[which], tile.of_factor(self.factors[which])
-        if eps is None:
-            return self.dense(name, tile.of(rows), num_more).flatten(0, 1), None
-        unit = unit_tile_(self.dense(f"unit {name}", tile.of(rows), num_more, True), eps, factor)
-        out = unit.unit if factor is None else self.take(name, *unit.unit.shape)
-        return unit.result(out).flatten(0, 1), unit
+        inverse, factor = self.inverses[which], tile.of_factor(self.factors[which])
+        if inverse is None:
+            return self.dense(name, tile.of(rows), num_more), None
+        inverse, rows = inverse[:, tile.samples, tile.heads], tile.of(rows)
+        num_samples, num_heads, num_rows, width = rows.shape
+        unit = self.take(f"unit {name}", num_samples, num_heads, num_rows + num_more, width)
+        unit[:, :, num_rows:].zero_()
+        tile_norm = UnitTile(unit[:, :, :num_rows], inverse, factor)
+        torch.mul(rows, inverse[0], out=tile_norm.unit)
+        if factor is not None:
+            unit = torch.mul(unit, factor, out=self.take(name, *unit.shape))
+        return unit.flatten(0, 1), tile_norm
 
     def values(self, tile: _Tile) -> Float[Tensor, "bh C Dv"]:
         """Return the tile's values, the sink's among them."""
-        return self.dense("value", tile.of(self.value), self.num_sinks).flatten(0, 1)
+        return self.dense("value", tile.of(self.value), self.num_sinks)
 
     def empty_weights(self) -> Float[Tensor, "B H T C"]:
         """Return a place for the weights of the whole call."""
@@ -234,11 +224,11 @@ class _Scores:
             product = self._product(right.mT, left.mT, factor).mT
         else:
             product = self._product(left, right, factor)
-        product = product.unflatten(0, part.shape[:2])
+        product = product.unflatten(0, part.shape[:2])[:, :, : part.shape[2]]
         if unit is not None:
-            moved = self.take("moved", *product.shape)
-            unit.gradient_(product, tile.of_factor(grad_factor), moved)
-        part.copy_(product[:, :, : part.shape[2]])
+            room = self.take("moved", *product.shape)
+            unit.gradient_(product, tile.of_factor(grad_factor), room)
+        part.copy_(product)
 
     def _product(self, left: Tensor, right: Tensor, factor: float) -> Tensor:
         product = self.take("product", *left.shape[:2], right.shape[2])
@@ -271,8 +261,12 @@ class TiledAttention(torch.autograd.Function):
         *learning, seen, allowed, scale, query_eps, key_eps, plain = inputs
         rows = Learning(*learning).split()
         ctx.plain = plain
-        ctx.others = scale, (query_eps, key_eps), may_be_empty(rows.bias, allowed)
-        scores = _Scores(rows, allowed, *ctx.others)
+        ctx.others = scale, may_be_empty(rows.bias, allowed)
+        inverses = [
+            None if eps is None else inverse_norms(part, eps)
+            for part, eps in ((rows.query, query_eps), (rows.key, key_eps))
+        ]
+        scores = _Scores(rows, allowed, inverses, *ctx.others)
         terms = None if rows.alpha is None else AffineTerms(rows.alpha, rows.shift, seen)
         # Heads of a token side by side, as fused kernels lay them, and no view of anything.
         order = (0, 3, 1, 2) if _lies_in_columns(rows.value) else (0, 2, 1, 3)
@@ -285,17 +279,17 @@ class TiledAttention(torch.autograd.Function):
                 if terms is not None:
                     weights = scores.affine(weights, terms, tile)
                 scores.put(output, tile, weights.flatten(0, 1), scores.values(tile))
-        ctx.save_for_backward(*learning, seen, allowed, attn_weights)
+        ctx.save_for_backward(*learning, *inverses, seen, allowed, attn_weights)
         return output
 
     @staticmethod
     def backward(ctx, *grads):
-        *inputs, seen, allowed, attn_weights = ctx.saved_tensors
+        *inputs, query_inverse, key_inverse, seen, allowed, attn_weights = ctx.saved_tensors
         none = (None,) * 6
         if needs_plain_gradients(grads[0]):
             return *plain_gradients(ctx.plain, inputs, grads[0]), *none
         rows = Learning(*inputs).split()
-        scores = _Scores(rows, allowed, *ctx.others)
+        scores = _Scores(rows, allowed, (query_inverse, key_inverse), *ctx.others)
         terms = None if rows.alpha is None else AffineTerms(rows.alpha, rows.shift, seen)
         found = Learning(*_places(inputs, ctx.needs_input_grad, scores.dtype))
         with without_autocast("cpu"):
@@ -313,6 +307,10 @@ def _places(inputs: list[Tensor | None], needed, dtype: torch.dtype) -> Iterator
             yield None
         elif name in sums:
             yield torch.zeros_like(tensor, dtype=dtype)
+        elif tensor.ndim == 5:
+            three, batch, num_heads, num_rows, width = tensor.shape
+            place = tensor.new_empty(batch, num_rows, three, num_heads, width)
+            yield place.permute(2, 0, 3, 1, 4)
         else:
             yield torch.empty_like(tensor)
 
@@ -328,7 +326,7 @@ def _put_gradients(
     """Write a tile's part of all gradients."""
     found = places.split()
     (query, query_unit), (key, key_unit) = scores.queries(tile), scores.keys(tile)
-    grad_rows = scores.dense("grad", tile.of(grad)).flatten(0, 1)
+    grad_rows = scores.dense("grad", tile.of(grad))
     change = scores.take("scores", *weights.shape)
     flat = change.flatten(0, 1)
     torch.bmm(grad_rows, scores.values(tile).mT, out=flat)

@@ -3,8 +3,10 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
+
+from levelhead.shapes import at_least_float32
 
 
 class RowNorm(NamedTuple):
@@ -19,31 +21,42 @@ class RowNorm(NamedTuple):
     factor: Float[Tensor, "..."] | None = None
 
 
+def inverse_norms(rows: Float[Tensor, "B H N D"], eps: float) -> Float[Tensor, "2 B H N 1"]:
+    """Return what rows are multiplied by to be of unit length, and what their gradient loses.
+
+    Args:
+        rows: Of any layout.
+        eps: Smallest norm divided by.
+
+    Returns:
+        ``1 / max(||row||, eps)``, and 0 for rows of zeros; the same, and 0 for rows not longer
+        than ``eps``, which have a constant factor.
+    """
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=at_least_float32(rows.dtype))
+    inverse = norm.clamp_min(eps).reciprocal_().mul_(norm != 0)
+    return torch.stack([inverse, inverse * (norm > eps)])
+
+
 class UnitTile(NamedTuple):
     """The rows of a tile at unit length, and what their gradient takes.
 
     Attributes:
         unit: Rows of norm one (less for rows shorter than ``eps``), without the factor.
-        inverse: What the rows were multiplied by.
-        is_longer: Whether a row was longer than ``eps``: a shorter one has a constant inverse.
+        inverse: What ``inverse_norms`` returned for them.
         factor: That of the tile's heads, or None.
     """
 
     unit: Float[Tensor, "b h N D"]
-    inverse: Float[Tensor, "b h N 1"]
-    is_longer: Bool[Tensor, "b h N 1"]
+    inverse: Float[Tensor, "2 b h N 1"]
     factor: Float[Tensor, "..."] | None
-
-    def result(self, out: Float[Tensor, "b h N D"]) -> Float[Tensor, "b h N D"]:
-        """Return the rows with their factor, in ``out`` where that is another tensor."""
-        return self.unit if self.factor is None else torch.mul(self.unit, self.factor, out=out)
 
     def gradient_(
         self, grad: Float[Tensor, "b h N D"], grad_factor: Tensor | None, room: Tensor
     ) -> Float[Tensor, "b h N D"]:
-        """Turn the gradient of the result into that of the rows, and add up that of the factor.
+        """Turn the gradient of unit rows times factor into that of the rows.
 
             grad_rows = inverse * (factor * grad - <factor * grad, unit> unit)
+            grad_factor += <grad, unit>
 
         Args:
             grad: Overwritten.
@@ -53,30 +66,22 @@ class UnitTile(NamedTuple):
         Returns:
             ``grad``.
         """
-        if self.factor is not None and grad_factor is not None:
-            moved = torch.mul(grad, self.unit, out=room)
-            if self.factor.shape[-1] == 1:
-                moved = moved.sum(dim=-1, keepdim=True)
-            grad_factor += moved.sum_to_size(grad_factor.shape)
-        if self.factor is not None:
+        along = torch.mul(grad, self.unit, out=room)
+        if self.factor is None:
+            along = along.sum(dim=-1, keepdim=True)
+        elif self.factor.shape[-1] == 1:  # per head
+            along = along.sum(dim=-1, keepdim=True)
+            _add(along, grad_factor)
+            along.mul_(self.factor)
             grad.mul_(self.factor)
-        along = torch.mul(grad, self.unit, out=room).sum(dim=-1, keepdim=True)
-        return grad.addcmul_(self.unit, along.mul_(self.is_longer), value=-1).mul_(self.inverse)
+        else:
+            _add(along, grad_factor)
+            along = along.mul_(self.factor).sum(dim=-1, keepdim=True)
+            grad.mul_(self.factor)
+        inverse, of_longer = self.inverse
+        return grad.mul_(inverse).addcmul_(self.unit, along.mul_(of_longer), value=-1)
 
 
-def unit_tile_(
-    rows: Float[Tensor, "b h N D"], eps: float, factor: Float[Tensor, "..."] | None
-) -> UnitTile:
-    """Bring rows to unit length in place; rows of zeros stay.
-
-    Args:
-        rows: Overwritten.
-        eps: Smallest norm divided by.
-        factor: Goes along.
-
-    Returns:
-        The unit rows.
-    """
-    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    inverse = norm.clamp_min(eps).reciprocal_().mul_(norm != 0)
-    return UnitTile(rows.mul_(inverse), inverse, norm > eps, factor)
+def _add(along: Tensor, grad_factor: Tensor | None) -> None:
+    if grad_factor is not None:
+        grad_factor += along.sum_to_size(grad_factor.shape)

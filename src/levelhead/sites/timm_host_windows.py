@@ -1,18 +1,18 @@
-"""Attention inside windows with a bias that learns, from the fused projection as it lies."""
+"""Attention inside windows with a bias that learns."""
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from levelhead.inner import to_autocast_dtype
-from levelhead.score_tiles import fits_score_tiles, split_thirds
+from levelhead.score_tiles import fits_score_tiles
 from levelhead.sites.host import Installed
 from levelhead.stages.score_matrix import attention_of_thirds, learns_on_cpu
 
 
 def attend_in_windows(
     installed: Installed,
-    thirds: Float[Tensor, "B T 3 H D"],
+    thirds: Float[Tensor, "3 B H T D"],
     hidden_states: Float[Tensor, "B T E"],
     attn_mask: Bool[Tensor, "B 1 T T"] | None,
     attn_bias: Float[Tensor, "1 H T T"],
@@ -20,12 +20,12 @@ def attend_in_windows(
     """Attend inside windows.
 
     While the bias learns on a CPU, norms, scores and all their gradients are computed tile by
-    tile from what the projection wrote; else as in every other attention, which also runs where
+    tile; else as in every other attention, which also runs where
     somebody listens to it.
 
     Args:
         installed: What conversion put into the host.
-        thirds: Queries, keys and values side by side.
+        thirds: Queries, keys and values.
         hidden_states: Input of the attention.
         attn_mask: True = may attend, or None.
         attn_bias: Position bias.
@@ -35,11 +35,10 @@ def attend_in_windows(
     """
     inner = installed.inner
     (thirds,) = to_autocast_dtype(thirds)
-    query, key, value = split_thirds(thirds)
+    query, key, value = thirds
     if not _takes_thirds(installed, thirds, attn_bias):
-        # Products copy strided rows anyway, and norms are faster on dense ones.
-        rows = (query.contiguous(), key.contiguous(), value.contiguous())
-        return installed(*rows, hidden_states, attn_mask=attn_mask, attn_bias=attn_bias)
+        call = {"attn_mask": attn_mask, "attn_bias": attn_bias}
+        return installed(query, key, value, hidden_states, **call)
     inner.check_fit(query, key, value, hidden_states)
     call = inner.check(query, key, value, attn_mask, attn_bias)
     assert call.mask.bias is not None

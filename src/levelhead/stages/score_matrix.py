@@ -18,7 +18,6 @@ from levelhead.score_tiles import (
     TiledAttention,
     fits_score_tiles,
     may_be_empty,
-    split_thirds,
 )
 from levelhead.shapes import at_least_float32, without_autocast
 from levelhead.tile_norms import RowNorm
@@ -100,7 +99,7 @@ def attention_by_score_matrix(
 
 
 def attention_of_thirds(
-    thirds: Float[Tensor, "B T 3 H D"],
+    thirds: Float[Tensor, "3 B H T D"],
     norms: tuple[RowNorm | None, RowNorm | None],
     attn_bias: Float[Tensor, "#B #H #T #S"],
     allowed: Bool[Tensor, "#B #H #T #S"] | None,
@@ -108,12 +107,12 @@ def attention_of_thirds(
     sink_score: Float[Tensor, " H"] | None = None,
     affine: AffineTerms | None = None,
 ) -> Float[Tensor, "B H T D"]:
-    """Attend as ``attention_by_score_matrix`` from what a fused projection wrote, as it lies.
+    """Attend as ``attention_by_score_matrix`` with all that a fused projection wrote at once.
 
     Norms are taken tile by tile, and all gradients land where the projection wants them.
 
     Args:
-        thirds: Queries, keys and values side by side, for which ``fits_score_tiles`` holds.
+        thirds: Queries, keys and values, for which ``fits_score_tiles`` holds.
         norms: Those of queries and keys, None for one without.
         attn_bias: Added to the scores; -inf forbids.
         allowed: True = may attend, or None for all.
@@ -126,11 +125,11 @@ def attention_of_thirds(
     """
     alpha, shift, seen = affine or (None, None, None)
     if sink_score is not None:
-        attn_bias = _with_sink(*split_thirds(thirds)[:2], attn_bias, sink_score)
+        attn_bias = _with_sink(thirds[0], thirds[1], attn_bias, sink_score)
     (query_eps, query_factor), (key_eps, key_factor) = (norm or (None, None) for norm in norms)
 
     def plain(thirds, key, value, attn_bias, alpha, shift, query_factor, key_factor) -> Tensor:
-        query, key, value = split_thirds(thirds)
+        query, key, value = thirds
         query = query if query_eps is None else unit_rows(query, query_eps, query_factor)
         key = key if key_eps is None else unit_rows(key, key_eps, key_factor)
         weights = _weights(query, key, attn_bias, allowed, scale)

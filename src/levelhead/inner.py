@@ -17,7 +17,6 @@ from levelhead.parts.outputs import Gate, Precondition
 from levelhead.parts.scores import DotProduct, SoftCap
 from levelhead.parts.weights import Affine
 from levelhead.reference import Call, plain_weights, repeat_heads
-from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import check_attention_inputs, complaint, describe, require
 from levelhead.sizes import check_sizes
 from levelhead.stages.chunks import map_query_blocks
@@ -313,26 +312,17 @@ class InnerAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, hidden_states: Tensor | None, call: Call
     ) -> Tensor:
         """Attend through the matrix of scores, where weights are at hand to be changed."""
-        affine = self.affine_terms(hidden_states, call)
+        affine = None
+        if self.weights is not None:
+            assert hidden_states is not None
+            coefficients = self.weights.coefficients(hidden_states, call.token_mask)
+            affine = self.weights.terms(call.mask, *coefficients)
         attn_output = self.normaliser.by_scores(
             query, key, value, call.mask, call.scale, call.dropout_p, affine
         )
         for part in self.outputs():
             attn_output = part(attn_output, hidden_states)
         return attn_output
-
-    def affine_terms(self, hidden_states: Tensor | None, call: Call) -> AffineTerms | None:
-        """Return what scales and shifts the weights themselves, None without the part.
-
-        Args:
-            hidden_states: Input of the attention, or None.
-            call: What ``check`` returned.
-        """
-        if self.weights is None:
-            return None
-        assert hidden_states is not None
-        coefficients = self.weights.coefficients(hidden_states, call.token_mask)
-        return self.weights.terms(call.mask, *coefficients)
 
     def mix(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, then: Mapped | None = None

@@ -16,9 +16,8 @@ from torch import Tensor
 from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import at_least_float32, without_autocast
-from levelhead.tile_norms import UnitTile, inverse_norms
 
-_TILE_BYTES = 2**20
+_TILE_BYTES = 3 * 2**19
 """Of the scores of one tile, for each thread."""
 
 
@@ -63,53 +62,19 @@ class _Tile(NamedTuple):
         samples = self.samples if tensor.shape[0] > 1 else whole
         return tensor[samples, self.heads if tensor.shape[1] > 1 else whole]
 
-    def of_factor(self, factor: Tensor | None) -> Tensor | None:
-        """Return the tile's part of a factor per head; one per coordinate is that of all heads."""
-        return factor if factor is None or factor.ndim == 1 else factor[self.heads]
-
-
-class Learning(NamedTuple):
-    """What has a gradient.
-
-    Attributes:
-        query: Queries ``[B, H, T, D]``; without keys: queries, keys and values of a fused
-            projection, ``[3, B, H, T, D]``, whose gradient is laid out as the projection's.
-        key: Keys, with the heads of the queries, or None.
-        value: Values, likewise.
-        bias: Added to the scores, or None. One more column than there are keys is the score of a
-            key of zeros, whose value is zero: a sink.
-        alpha: As in `AffineTerms`, or None for the weights of the softmax.
-        shift: Likewise.
-        query_factor: As in `RowNorm`, or None.
-        key_factor: Likewise.
-    """
-
-    query: Tensor
-    key: Tensor | None
-    value: Tensor | None
-    bias: Float[Tensor, "#B #H #T #C"] | None
-    alpha: Float[Tensor, "B H T 1"] | None = None
-    shift: Float[Tensor, "B H T 1"] | None = None
-    query_factor: Float[Tensor, "..."] | None = None
-    key_factor: Float[Tensor, "..."] | None = None
-
-    def split(self) -> "Learning":
-        """Return the same with keys and values of their own."""
-        if self.query is None or self.query.ndim == 4:
-            return self
-        query, key, value = self.query
-        return self._replace(query=query, key=key, value=value)
-
 
 class _Scores:
-    """The scores of a call, tile by tile, in memory that every tile uses again."""
+    """The scores of a call, tile by tile, in memory that every tile uses again.
 
-    def __init__(self, rows: Learning, allowed, inverses, scale, may_be_empty):
-        self.query, self.key, self.value, self.bias = rows[:4]
-        self.factors, self.inverses = rows[6:8], inverses
-        self.allowed, self.scale, self.may_be_empty = allowed, scale, may_be_empty
-        self.dtype = at_least_float32(self.query.dtype)
-        self.num_sinks = int(rows.bias is not None and rows.bias.shape[3] == self.key.shape[2] + 1)
+    A bias with one more column than there are keys holds the score of a key of zeros, whose value
+    is zero: a sink.
+    """
+
+    def __init__(self, query, key, bias, allowed, scale, may_be_empty):
+        self.query, self.key, self.bias, self.allowed = query, key, bias, allowed
+        self.scale, self.may_be_empty = scale, may_be_empty
+        self.dtype = at_least_float32(query.dtype)
+        self.num_sinks = int(bias is not None and bias.shape[3] == key.shape[2] + 1)
         self.room: dict[str, Tensor] = {}
 
     def tiles(self) -> Iterator[_Tile]:
@@ -141,35 +106,20 @@ class _Scores:
         else:
             dense = self.take(name, num_samples, num_heads, num_rows + num_more, width)
         dense[:, :, :num_rows].copy_(rows)
-        if num_more > 0:
-            dense[:, :, num_rows:].zero_()
+        dense[:, :, num_rows:].zero_()
         return dense.flatten(0, 1)
 
-    def queries(self, tile: _Tile) -> tuple[Float[Tensor, "bh T D"], UnitTile | None]:
-        """Return the tile's queries, after their norm if there is one."""
-        return self._prepared("query", self.query, tile, 0, 0)
+    def queries(self, tile: _Tile) -> Float[Tensor, "bh T D"]:
+        """Return the tile's queries."""
+        return self.dense("query", tile.of(self.query))
 
-    def keys(self, tile: _Tile) -> tuple[Float[Tensor, "bh C D"], UnitTile | None]:
-        """Return the tile's keys, the sink's among them, after their norm if there is one."""
-        return self._prepared("key", self.key, tile, self.num_sinks, 1)
+    def keys(self, tile: _Tile) -> Float[Tensor, "bh C D"]:
+        """Return the tile's keys, the sink's among them."""
+        return self.dense("key", tile.of(self.key), self.num_sinks)
 
-    def _prepared(self, name: str, rows: Tensor, tile: _Tile, num_more: int, which: int):
-        inverse, factor = self.inverses[which], tile.of_factor(self.factors[which])
-        if inverse is None:
-            return self.dense(name, tile.of(rows), num_more), None
-        inverse, rows = inverse[:, tile.samples, tile.heads], tile.of(rows)
-        num_samples, num_heads, num_rows, width = rows.shape
-        unit = self.take(f"unit {name}", num_samples, num_heads, num_rows + num_more, width)
-        unit[:, :, num_rows:].zero_()
-        tile_norm = UnitTile(unit[:, :, :num_rows], inverse, factor)
-        torch.mul(rows, inverse[0], out=tile_norm.unit)
-        if factor is not None:
-            unit = torch.mul(unit, factor, out=self.take(name, *unit.shape))
-        return unit.flatten(0, 1), tile_norm
-
-    def values(self, tile: _Tile) -> Float[Tensor, "bh C Dv"]:
+    def values(self, value: Float[Tensor, "B H S Dv"], tile: _Tile) -> Float[Tensor, "bh C Dv"]:
         """Return the tile's values, the sink's among them."""
-        return self.dense("value", tile.of(self.value), self.num_sinks)
+        return self.dense("value", tile.of(value), self.num_sinks)
 
     def empty_weights(self) -> Float[Tensor, "B H T C"]:
         """Return a place for the weights of the whole call."""
@@ -180,8 +130,7 @@ class _Scores:
     def attend(self, tile: _Tile, out: Float[Tensor, "b h T C"]) -> Float[Tensor, "b h T C"]:
         """Return the weights of a tile, in ``out``; zeros where a query sees nothing."""
         scores = self.take("scores", *out.shape)
-        query, key = self.queries(tile)[0], self.keys(tile)[0]
-        torch.bmm(query, key.mT, out=scores.flatten(0, 1))
+        torch.bmm(self.queries(tile), self.keys(tile).mT, out=scores.flatten(0, 1))
         if self.bias is None:
             scores.mul_(self.scale)
         else:
@@ -213,28 +162,28 @@ class _Scores:
 
     def put(
         self, tensor: Float[Tensor, "B H N D"], tile: _Tile, left: Tensor, right: Tensor,
-        factor: float = 1.0, unit: UnitTile | None = None, grad_factor: Tensor | None = None,
+        factor: float = 1.0,
     ) -> None:  # fmt: skip
-        """Write ``factor * left @ right``, but for the row of a sink, into a tensor.
-
-        It is the gradient of rows that a norm made of others where ``unit`` is given.
-        """
+        """Write ``factor * left @ right``, but for the row of a sink, into a tensor."""
         part = tile.of(tensor)
         if _lies_in_columns(part):
-            product = self._product(right.mT, left.mT, factor).mT
-        else:
-            product = self._product(left, right, factor)
-        product = product.unflatten(0, part.shape[:2])[:, :, : part.shape[2]]
-        if unit is not None:
-            room = self.take("moved", *product.shape)
-            unit.gradient_(product, tile.of_factor(grad_factor), room)
-        part.copy_(product)
+            part, left, right = part.mT, right.mT, left.mT
+        num_rows, width = left.shape[1], right.shape[2]
+        is_direct = part.is_contiguous() and part.dtype == self.dtype
+        if is_direct and part.shape[2:] == (num_rows, width):
+            _multiply(left, right, factor, part.flatten(0, 1))
+            return
+        product = self.take("product", len(left), num_rows, width)
+        product = _multiply(left, right, factor, product).unflatten(0, part.shape[:2])
+        part.copy_(product[:, :, : part.shape[2], : part.shape[3]])
 
-    def _product(self, left: Tensor, right: Tensor, factor: float) -> Tensor:
-        product = self.take("product", *left.shape[:2], right.shape[2])
-        if factor == 1.0:
-            return torch.bmm(left, right, out=product)
-        return product.baddbmm_(left, right, beta=0.0, alpha=factor)
+
+def _multiply(
+    left: Float[Tensor, "n N C"], right: Float[Tensor, "n C D"], factor: float, out: Tensor
+) -> Float[Tensor, "n N D"]:
+    if factor == 1.0:
+        return torch.bmm(left, right, out=out)
+    return out.baddbmm_(left, right, beta=0.0, alpha=factor)
 
 
 def _lies_in_columns(rows: Float[Tensor, "b h N D"]) -> bool:
@@ -251,104 +200,88 @@ class TiledAttention(torch.autograd.Function):
 
         attn_output = [alpha * softmax(scale * query @ key^T + bias) + shift * seen] @ value
 
-    ``apply(*Learning, seen or None, allowed or None, scale, query_eps or None, key_eps or None,
-    plain)``: queries and keys are brought to unit length, times their factor, where an ``eps`` is
-    given, and ``plain(*Learning)`` is the same by public operators, for second derivatives.
+    ``apply(query, key, value, bias or None, alpha or None, shift or None, seen or None, allowed
+    or None, scale, plain)``: keys and values have the heads of the query, a bias may have a
+    column for a sink, without alpha the weights are those of the softmax, and ``plain(query, key,
+    value, bias, alpha, shift)`` is the same by public operators, for second derivatives.
     """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        *learning, seen, allowed, scale, query_eps, key_eps, plain = inputs
-        rows = Learning(*learning).split()
-        ctx.plain = plain
-        ctx.others = scale, may_be_empty(rows.bias, allowed)
-        inverses = [
-            None if eps is None else inverse_norms(part, eps)
-            for part, eps in ((rows.query, query_eps), (rows.key, key_eps))
-        ]
-        scores = _Scores(rows, allowed, inverses, *ctx.others)
-        terms = None if rows.alpha is None else AffineTerms(rows.alpha, rows.shift, seen)
+    def forward(ctx, query, key, value, bias, alpha, shift, seen, allowed, scale, plain):
+        ctx.scale, ctx.plain = scale, plain
+        ctx.may_be_empty = may_be_empty(bias, allowed)
+        scores = _Scores(query, key, bias, allowed, scale, ctx.may_be_empty)
+        terms = None if alpha is None else AffineTerms(alpha, shift, seen)
         # Heads of a token side by side, as fused kernels lay them, and no view of anything.
-        order = (0, 3, 1, 2) if _lies_in_columns(rows.value) else (0, 2, 1, 3)
-        shape = (*rows.query.shape[:3], rows.value.shape[3])
-        output = torch.empty_permuted(shape, order, dtype=rows.value.dtype)
+        order = (0, 3, 1, 2) if _lies_in_columns(value) else (0, 2, 1, 3)
+        shape = (*query.shape[:3], value.shape[3])
+        output = torch.empty_permuted(shape, order, dtype=value.dtype)
         attn_weights = scores.empty_weights()
         with without_autocast("cpu"):
             for tile in scores.tiles():
                 weights = scores.attend(tile, out=tile.of(attn_weights))
                 if terms is not None:
                     weights = scores.affine(weights, terms, tile)
-                scores.put(output, tile, weights.flatten(0, 1), scores.values(tile))
-        ctx.save_for_backward(*learning, *inverses, seen, allowed, attn_weights)
+                scores.put(output, tile, weights.flatten(0, 1), scores.values(value, tile))
+        ctx.save_for_backward(query, key, value, bias, alpha, shift, seen, allowed, attn_weights)
         return output
 
     @staticmethod
     def backward(ctx, *grads):
-        *inputs, query_inverse, key_inverse, seen, allowed, attn_weights = ctx.saved_tensors
-        none = (None,) * 6
+        *inputs, seen, allowed, attn_weights = ctx.saved_tensors
         if needs_plain_gradients(grads[0]):
-            return *plain_gradients(ctx.plain, inputs, grads[0]), *none
-        rows = Learning(*inputs).split()
-        scores = _Scores(rows, allowed, (query_inverse, key_inverse), *ctx.others)
-        terms = None if rows.alpha is None else AffineTerms(rows.alpha, rows.shift, seen)
-        found = Learning(*_places(inputs, ctx.needs_input_grad, scores.dtype))
+            return *plain_gradients(ctx.plain, inputs, grads[0]), None, None, None, None
+        query, key, value, bias, alpha, shift = inputs
+        scores = _Scores(query, key, bias, allowed, ctx.scale, ctx.may_be_empty)
+        terms = None if alpha is None else AffineTerms(alpha, shift, seen)
+        found = [
+            torch.empty_like(t) if t is not None and is_needed else None
+            for t, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
+        ]
+        if found[3] is not None:  # a sum over samples
+            found[3] = torch.zeros_like(bias, dtype=scores.dtype)
         with without_autocast("cpu"):
             for tile in scores.tiles():
-                _put_gradients(found, scores, terms, grads[0], tile, tile.of(attn_weights))
-        pairs = zip(found, inputs, strict=True)
-        return *(g if g is None else g.to(t.dtype) for g, t in pairs), *none
-
-
-def _places(inputs: list[Tensor | None], needed, dtype: torch.dtype) -> Iterator[Tensor | None]:
-    """Yield where gradients go; zeros, in a dtype to sum in, for what all samples share."""
-    sums = {"bias", "query_factor", "key_factor"}
-    for name, tensor, is_needed in zip(Learning._fields, inputs, needed, strict=False):
-        if tensor is None or not is_needed:
-            yield None
-        elif name in sums:
-            yield torch.zeros_like(tensor, dtype=dtype)
-        elif tensor.ndim == 5:
-            three, batch, num_heads, num_rows, width = tensor.shape
-            place = tensor.new_empty(batch, num_rows, three, num_heads, width)
-            yield place.permute(2, 0, 3, 1, 4)
-        else:
-            yield torch.empty_like(tensor)
+                _put_gradients(found, scores, value, terms, grads[0], tile, tile.of(attn_weights))
+        if found[3] is not None:
+            found[3] = found[3].to(bias.dtype)
+        return *found, None, None, None, None
 
 
 def _put_gradients(
-    places: Learning,
+    found: list[Tensor | None],
     scores: _Scores,
+    value: Float[Tensor, "B H S Dv"],
     terms: AffineTerms | None,
     grad: Float[Tensor, "B H T Dv"],
     tile: _Tile,
     weights: Float[Tensor, "b h T C"],
 ) -> None:
-    """Write a tile's part of all gradients."""
-    found = places.split()
-    (query, query_unit), (key, key_unit) = scores.queries(tile), scores.keys(tile)
+    """Write a tile's part of the gradients of query, key, value, bias, alpha and shift."""
+    grad_query, grad_key, grad_value, grad_bias, grad_alpha, grad_shift = found
+    query, key = scores.queries(tile), scores.keys(tile)
     grad_rows = scores.dense("grad", tile.of(grad))
     change = scores.take("scores", *weights.shape)
     flat = change.flatten(0, 1)
-    torch.bmm(grad_rows, scores.values(tile).mT, out=flat)
-    if found.shift is not None:
-        tile.of(found.shift).copy_(_sum_over_seen(change, terms, tile))
+    torch.bmm(grad_rows, scores.values(value, tile).mT, out=flat)
+    if grad_shift is not None:
+        tile.of(grad_shift).copy_(_sum_over_seen(change, terms, tile))
     moved = change.mul_(weights).sum(dim=-1, keepdim=True)
-    if found.alpha is not None:
-        tile.of(found.alpha).copy_(moved)
+    if grad_alpha is not None:
+        tile.of(grad_alpha).copy_(moved)
     change.addcmul_(weights, moved, value=-1)
     if terms is not None:
         change.mul_(tile.of(terms.alpha))
         weights = scores.affine(weights, terms, tile)
-    if found.value is not None:
-        scores.put(found.value, tile, weights.flatten(0, 1).mT, grad_rows)
-    if found.bias is not None:
-        part = tile.of(found.bias)
+    if grad_value is not None:
+        scores.put(grad_value, tile, weights.flatten(0, 1).mT, grad_rows)
+    if grad_bias is not None:
+        part = tile.of(grad_bias)
         part += change.sum_to_size(part.shape)
-    scale = scores.scale
-    if found.query is not None:
-        scores.put(found.query, tile, flat, key, scale, query_unit, found.query_factor)
-    if found.key is not None:
-        scores.put(found.key, tile, flat.mT, query, scale, key_unit, found.key_factor)
+    if grad_query is not None:
+        scores.put(grad_query, tile, flat, key, scores.scale)
+    if grad_key is not None:
+        scores.put(grad_key, tile, flat.mT, query, scores.scale)
 
 
 def _sum_over_seen(

@@ -12,7 +12,6 @@ from levelhead.stages.scores import (
     normalize_and_scale_heads,
     normalize_keys,
 )
-from levelhead.tile_norms import RowNorm
 
 
 class DotProduct(Part):
@@ -29,10 +28,6 @@ class DotProduct(Part):
     def prepare_key(self, key: Tensor) -> Tensor:
         """Return keys as the dot product shall see them."""
         return key
-
-    def row_norms(self) -> tuple[RowNorm | None, RowNorm | None]:
-        """Return what ``prepare`` does to the rows of queries and of keys, None for nothing."""
-        return None, None
 
     def score_scale(self, scale: float) -> float:
         """Return the factor on the dot product, given the host's."""
@@ -57,18 +52,12 @@ class Quest(UnscaledNorm):
     def prepare_key(self, key: Tensor) -> Tensor:
         return normalize_keys(key, self.eps)
 
-    def row_norms(self) -> tuple[RowNorm | None, RowNorm | None]:
-        return None, RowNorm(self.eps)
-
 
 class QueryNorm(UnscaledNorm):
     """Unit queries, raw keys."""
 
     def prepare_query(self, query: Tensor) -> Tensor:
         return unit_rows(query, self.eps)
-
-    def row_norms(self) -> tuple[RowNorm | None, RowNorm | None]:
-        return RowNorm(self.eps), None
 
 
 class QueryKeyNorm(UnscaledNorm):
@@ -79,9 +68,6 @@ class QueryKeyNorm(UnscaledNorm):
 
     def prepare_key(self, key: Tensor) -> Tensor:
         return unit_rows(key, self.eps)
-
-    def row_norms(self) -> tuple[RowNorm | None, RowNorm | None]:
-        return RowNorm(self.eps), RowNorm(self.eps)
 
 
 class QueryKeyNormHeadScale(QueryKeyNorm):
@@ -98,9 +84,6 @@ class QueryKeyNormHeadScale(QueryKeyNorm):
 
     def prepare_query(self, query: Tensor) -> Tensor:
         return normalize_and_scale_heads(query, self.head_scale, self.eps)
-
-    def row_norms(self) -> tuple[RowNorm | None, RowNorm | None]:
-        return RowNorm(self.eps, self.head_scale[:, None, None]), RowNorm(self.eps)
 
 
 class QueryKeyNormDimensionScale(QueryKeyNorm):
@@ -122,9 +105,6 @@ class QueryKeyNormDimensionScale(QueryKeyNorm):
 
     def prepare_key(self, key: Tensor) -> Tensor:
         return normalize_and_scale_dimensions(key, self.k_scale, self.eps)
-
-    def row_norms(self) -> tuple[RowNorm | None, RowNorm | None]:
-        return RowNorm(self.eps, self.q_scale), RowNorm(self.eps, self.k_scale)
 
 
 class SoftCap(Part):

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from levelhead.rows import unit_rows
 from levelhead.sites.host import Installed
 from levelhead.sites.timm_host_channels import attend_over_channels
-from levelhead.sites.timm_host_projections import (
-    merge_heads,
-    project_heads,
-    project_thirds,
-)
-from levelhead.sites.timm_host_windows import attend_in_windows
+from levelhead.sites.timm_host_projections import merge_heads, project_heads
 from levelhead.sites.timm_sites import MAX_LOG_SCALE
 
 SWIN_V2_BIAS_RANGE = 16.0
@@ -125,9 +120,12 @@ class WindowForward(TimmForward):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
         host: Any = self
-        attn_output = attend_in_windows(
-            self.levelhead, project_thirds(host, x), x,
-            window_mask(mask, x.shape[0]), host._get_rel_pos_bias(),
+        query, key, value = project_heads(host, x)
+        # Products copy strided rows anyway, norms are faster on dense ones, and the projection
+        # they are a view of is free again.
+        attn_output = self.levelhead(
+            query.contiguous(), key.contiguous(), value.contiguous(), x,
+            attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
         )  # fmt: skip
         return self.finish(attn_output, x)
 

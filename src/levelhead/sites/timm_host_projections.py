@@ -29,7 +29,7 @@ def project_heads(
     part, head_dim = host.levelhead.projections, host.levelhead.inner.shape.head_dim
     is_plain, is_fused = type(part) is Projections, getattr(host, "qkv", None) is not None
     if is_plain and is_fused:  # its backward lays the gradient as the layer before wants it
-        thirds = _side_by_side(host, hidden_states).unbind(2)
+        thirds = _fused(host, hidden_states).unflatten(-1, (3, -1, head_dim)).unbind(-3)
         query, key, value = (thirds[role].transpose(1, 2) for role in host.roles)
         return query, key, value
     sources = {"q": hidden_states, "k": context, "v": context}
@@ -44,29 +44,6 @@ def project_heads(
         projected = {w: part.adjust(w, projected[w], sources[w], *stored[w]) for w in WHICH}
     query, key, value = (split_heads(projected[which], head_dim) for which in WHICH)
     return query, key, value
-
-
-def project_thirds(host: Any, hidden_states: Tensor) -> Float[Tensor, "3 B H T D"]:
-    """Project queries, keys and values, all at once.
-
-    A dense copy: products would copy strided rows anyway, norms are faster on dense ones, and
-    what the projection wrote is free again.
-
-    Args:
-        host: The attention, with one layer for all three and a ``levelhead`` child.
-        hidden_states: ``[B, T, E]``.
-
-    Returns:
-        Queries, keys and values.
-    """
-    if type(host.levelhead.projections) is Projections:
-        return _side_by_side(host, hidden_states).permute(2, 0, 3, 1, 4).contiguous()
-    return torch.stack(project_heads(host, hidden_states))
-
-
-def _side_by_side(host: Any, hidden_states: Tensor) -> Float[Tensor, "B T 3 H D"]:
-    head_dim = host.levelhead.inner.shape.head_dim
-    return _fused(host, hidden_states).unflatten(-1, (3, -1, head_dim))
 
 
 def layer_of(host: Any, which: str) -> nn.Module:

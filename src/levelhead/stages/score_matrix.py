@@ -4,23 +4,13 @@ Two cases: a position bias that learns, which no fused kernel gives a gradient, 
 is smaller than the queries themselves (the channels of cross-covariance attention).
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from levelhead.rows import unit_rows
-from levelhead.score_tiles import (
-    AffineTerms,
-    Learning,
-    TiledAttention,
-    fits_score_tiles,
-    may_be_empty,
-)
+from levelhead.score_tiles import AffineTerms, TiledAttention, fits_score_tiles, may_be_empty
 from levelhead.shapes import at_least_float32, without_autocast
-from levelhead.tile_norms import RowNorm
 
 
 def learns_on_cpu(attn_bias: Tensor) -> bool:
@@ -86,63 +76,18 @@ def attention_by_score_matrix(
 
     alpha, shift, seen = affine or (None, None, None)
 
-    def plain(query, key, value, attn_bias, alpha, shift, *_) -> Tensor:
+    def plain(query, key, value, attn_bias, alpha, shift) -> Tensor:
         weights = _weights(query, key, attn_bias, allowed, scale)
         if dropout_p > 0:
             weights = F.dropout(weights, dropout_p)
-        return _changed(weights, alpha, shift, seen).to(value.dtype) @ value
+        if alpha is not None:
+            weights = alpha * weights + (shift if seen is None else shift * seen)
+        return weights.to(value.dtype) @ value
 
-    learning = Learning(query, key, value, attn_bias, alpha, shift)
+    learning = (query, key, value, attn_bias, alpha, shift)
     if not fits_score_tiles(query, dropout_p):
         return token_major(plain(*learning))
-    return TiledAttention.apply(*learning, seen, allowed, scale, None, None, plain)  # pyright: ignore[reportReturnType]
-
-
-def attention_of_thirds(
-    thirds: Float[Tensor, "3 B H T D"],
-    norms: tuple[RowNorm | None, RowNorm | None],
-    attn_bias: Float[Tensor, "#B #H #T #S"],
-    allowed: Bool[Tensor, "#B #H #T #S"] | None,
-    scale: float,
-    sink_score: Float[Tensor, " H"] | None = None,
-    affine: AffineTerms | None = None,
-) -> Float[Tensor, "B H T D"]:
-    """Attend as ``attention_by_score_matrix`` with all that a fused projection wrote at once.
-
-    Norms are taken tile by tile, and all gradients land where the projection wants them.
-
-    Args:
-        thirds: Queries, keys and values, for which ``fits_score_tiles`` holds.
-        norms: Those of queries and keys, None for one without.
-        attn_bias: Added to the scores; -inf forbids.
-        allowed: True = may attend, or None for all.
-        scale: Factor on the dot product.
-        sink_score: Unscaled score of an extra key without a value, or None for none.
-        affine: What scales and shifts the weights of the softmax, or None for nothing.
-
-    Returns:
-        One output per query and head.
-    """
-    alpha, shift, seen = affine or (None, None, None)
-    if sink_score is not None:
-        attn_bias = _with_sink(thirds[0], thirds[1], attn_bias, sink_score)
-    (query_eps, query_factor), (key_eps, key_factor) = (norm or (None, None) for norm in norms)
-
-    def plain(thirds, key, value, attn_bias, alpha, shift, query_factor, key_factor) -> Tensor:
-        query, key, value = thirds
-        query = query if query_eps is None else unit_rows(query, query_eps, query_factor)
-        key = key if key_eps is None else unit_rows(key, key_eps, key_factor)
-        weights = _weights(query, key, attn_bias, allowed, scale)
-        return _changed(weights, alpha, shift, seen).to(value.dtype) @ value
-
-    learning = (thirds, None, None, attn_bias, alpha, shift, query_factor, key_factor)
-    return TiledAttention.apply(*learning, seen, allowed, scale, query_eps, key_eps, plain)  # pyright: ignore[reportReturnType]
-
-
-def _changed(weights: Tensor, alpha: Tensor | None, shift: Any, seen: Tensor | None) -> Tensor:
-    if alpha is None:
-        return weights
-    return alpha * weights + (shift if seen is None else shift * seen)
+    return TiledAttention.apply(*learning, seen, allowed, scale, plain)  # pyright: ignore[reportReturnType]
 
 
 def token_major(attn_output: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T Dv"]:

@@ -66,8 +66,7 @@ class _Tile(NamedTuple):
 class _Scores:
     """The scores of a call, tile by tile, in memory that every tile uses again.
 
-    A bias with one more column than there are keys holds the score of a key of zeros, whose value
-    is zero: a sink.
+    A bias with one more column than there are keys holds the score of a sink there.
     """
 
     def __init__(self, query, key, bias, allowed, scale, may_be_empty):
@@ -94,32 +93,16 @@ class _Scores:
             self.room[name] = self.query.new_empty(size, dtype=self.dtype)
         return self.room[name][:size].view(shape)
 
-    def dense(
-        self, name: str, rows: Float[Tensor, "b h N D"], num_more: int = 0
-    ) -> Float[Tensor, "bh M D"]:
-        """Return rows one after the other, or columns as they came; and more rows, of zeros."""
-        if rows.dtype == self.dtype and rows.is_contiguous() and num_more == 0:
+    def dense(self, name: str, rows: Float[Tensor, "b h N D"]) -> Float[Tensor, "bh N D"]:
+        """Return rows one after the other, or columns as they came."""
+        if rows.dtype == self.dtype and rows.is_contiguous():
             return rows.flatten(0, 1)
-        num_samples, num_heads, num_rows, width = rows.shape
+        *batch, num_rows, width = rows.shape
         if _lies_in_columns(rows):
-            dense = self.take(name, num_samples, num_heads, width, num_rows + num_more).mT
+            dense = self.take(name, *batch, width, num_rows).mT
         else:
-            dense = self.take(name, num_samples, num_heads, num_rows + num_more, width)
-        dense[:, :, :num_rows].copy_(rows)
-        dense[:, :, num_rows:].zero_()
-        return dense.flatten(0, 1)
-
-    def queries(self, tile: _Tile) -> Float[Tensor, "bh T D"]:
-        """Return the tile's queries."""
-        return self.dense("query", tile.of(self.query))
-
-    def keys(self, tile: _Tile) -> Float[Tensor, "bh C D"]:
-        """Return the tile's keys, the sink's among them."""
-        return self.dense("key", tile.of(self.key), self.num_sinks)
-
-    def values(self, value: Float[Tensor, "B H S Dv"], tile: _Tile) -> Float[Tensor, "bh C Dv"]:
-        """Return the tile's values, the sink's among them."""
-        return self.dense("value", tile.of(value), self.num_sinks)
+            dense = self.take(name, *batch, num_rows, width)
+        return dense.copy_(rows).flatten(0, 1)
 
     def empty_weights(self) -> Float[Tensor, "B H T C"]:
         """Return a place for the weights of the whole call."""
@@ -127,55 +110,56 @@ class _Scores:
             (*self.query.shape[:3], self.key.shape[2] + self.num_sinks), dtype=self.dtype
         )
 
-    def attend(self, tile: _Tile, out: Float[Tensor, "b h T C"]) -> Float[Tensor, "b h T C"]:
+    def attend(self, tile: _Tile, out: Float[Tensor, "b h T C"]) -> Float[Tensor, "b h T S"]:
         """Return the weights of a tile, in ``out``; zeros where a query sees nothing."""
-        scores = self.take("scores", *out.shape)
-        torch.bmm(self.queries(tile), self.keys(tile).mT, out=scores.flatten(0, 1))
+        query, key = self.dense("query", tile.of(self.query)), self.dense("key", tile.of(self.key))
+        num_keys = key.shape[1]
+        scores = self.take("scores", *out.shape[:3], num_keys)
+        torch.bmm(query, key.mT, out=scores.flatten(0, 1))
+        with_sink = self.take("with sink", *out.shape) if self.num_sinks else scores
         if self.bias is None:
             scores.mul_(self.scale)
         else:
             bias = tile.of(self.bias).to(self.dtype)
-            torch.add(bias, scores, alpha=self.scale, out=scores)
+            seen = with_sink[..., :num_keys]
+            torch.add(bias[..., :num_keys], scores, alpha=self.scale, out=seen)
+            with_sink[..., num_keys:] = bias[..., num_keys:]
         if self.allowed is not None:
-            scores[..., : self.key.shape[2]].add_(self.hidden(tile.of(self.allowed)))
-        torch.softmax(scores, dim=-1, out=out)  # a third faster than in place
+            with_sink[..., :num_keys].add_(self.hidden(tile.of(self.allowed)))
+        torch.softmax(with_sink, dim=-1, out=out)  # a third faster than in place
         if self.may_be_empty:
-            out.masked_fill_((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
-        return out
+            out.masked_fill_((with_sink == -torch.inf).all(dim=-1, keepdim=True), 0.0)
+        return out[..., :num_keys]
 
     def hidden(self, allowed: Bool[Tensor, "b h T S"]) -> Float[Tensor, "b h T S"]:
         """Return 0 where a query may attend and -inf elsewhere, ``1 - 1 / allowed``."""
         return self.take("hidden", *allowed.shape).copy_(allowed).reciprocal_().neg_().add_(1.0)
 
     def affine(
-        self, weights: Float[Tensor, "b h T C"], terms: AffineTerms, tile: _Tile
-    ) -> Float[Tensor, "b h T C"]:
-        """Return ``alpha * weights + shift * seen``; what a sink gets counts for nothing."""
+        self, weights: Float[Tensor, "b h T S"], terms: AffineTerms, tile: _Tile
+    ) -> Float[Tensor, "b h T S"]:
+        """Return ``alpha * weights + shift * seen``."""
         changed = self.take("changed", *weights.shape)
         alpha, shift = (tile.of(rows).to(self.dtype) for rows in terms[:2])
         torch.mul(weights, alpha, out=changed)
         if terms.seen is None:
             return changed.add_(shift)
         seen = tile.of(terms.seen).to(self.dtype)
-        changed[..., : self.key.shape[2]].addcmul_(shift, seen)
-        return changed
+        return changed.addcmul_(shift, seen)
 
     def put(
         self, tensor: Float[Tensor, "B H N D"], tile: _Tile, left: Tensor, right: Tensor,
         factor: float = 1.0,
     ) -> None:  # fmt: skip
-        """Write ``factor * left @ right``, but for the row of a sink, into a tensor."""
+        """Write ``factor * left @ right`` into a tensor."""
         part = tile.of(tensor)
         if _lies_in_columns(part):
             part, left, right = part.mT, right.mT, left.mT
-        num_rows, width = left.shape[1], right.shape[2]
-        is_direct = part.is_contiguous() and part.dtype == self.dtype
-        if is_direct and part.shape[2:] == (num_rows, width):
+        if part.is_contiguous() and part.dtype == self.dtype:
             _multiply(left, right, factor, part.flatten(0, 1))
             return
-        product = self.take("product", len(left), num_rows, width)
-        product = _multiply(left, right, factor, product).unflatten(0, part.shape[:2])
-        part.copy_(product[:, :, : part.shape[2], : part.shape[3]])
+        product = self.take("product", len(left), *part.shape[2:])
+        part.copy_(_multiply(left, right, factor, product).unflatten(0, part.shape[:2]))
 
 
 def _multiply(
@@ -222,7 +206,9 @@ class TiledAttention(torch.autograd.Function):
                 weights = scores.attend(tile, out=tile.of(attn_weights))
                 if terms is not None:
                     weights = scores.affine(weights, terms, tile)
-                scores.put(output, tile, weights.flatten(0, 1), scores.values(value, tile))
+                scores.put(
+                    output, tile, weights.flatten(0, 1), scores.dense("value", tile.of(value))
+                )
         ctx.save_for_backward(query, key, value, bias, alpha, shift, seen, allowed, attn_weights)
         return output
 
@@ -259,25 +245,35 @@ def _put_gradients(
 ) -> None:
     """Write a tile's part of the gradients of query, key, value, bias, alpha and shift."""
     grad_query, grad_key, grad_value, grad_bias, grad_alpha, grad_shift = found
-    query, key = scores.queries(tile), scores.keys(tile)
-    grad_rows = scores.dense("grad", tile.of(grad))
-    change = scores.take("scores", *weights.shape)
+    query, key, values, grad_rows = (
+        scores.dense(name, tile.of(rows))
+        for name, rows in zip(
+            ("query", "key", "value", "grad"), (scores.query, scores.key, value, grad), strict=True
+        )
+    )
+    num_keys = key.shape[1]
+    seen_weights, sink_weights = weights[..., :num_keys], weights[..., num_keys:]
+    change = scores.take("scores", *seen_weights.shape)
     flat = change.flatten(0, 1)
-    torch.bmm(grad_rows, scores.values(value, tile).mT, out=flat)
+    torch.bmm(grad_rows, values.mT, out=flat)
     if grad_shift is not None:
         tile.of(grad_shift).copy_(_sum_over_seen(change, terms, tile))
-    moved = change.mul_(weights).sum(dim=-1, keepdim=True)
+    moved = change.mul_(seen_weights).sum(dim=-1, keepdim=True)
     if grad_alpha is not None:
         tile.of(grad_alpha).copy_(moved)
-    change.addcmul_(weights, moved, value=-1)
+    change.addcmul_(seen_weights, moved, value=-1)
     if terms is not None:
-        change.mul_(tile.of(terms.alpha))
-        weights = scores.affine(weights, terms, tile)
+        alpha = tile.of(terms.alpha)
+        moved, change = moved * alpha, change.mul_(alpha)
+        seen_weights = scores.affine(seen_weights, terms, tile)
     if grad_value is not None:
-        scores.put(grad_value, tile, weights.flatten(0, 1).mT, grad_rows)
+        scores.put(grad_value, tile, seen_weights.flatten(0, 1).mT, grad_rows)
     if grad_bias is not None:
         part = tile.of(grad_bias)
-        part += change.sum_to_size(part.shape)
+        of_keys, of_sink = part[..., :num_keys], part[..., num_keys:]
+        of_keys += change.sum_to_size(of_keys.shape)
+        if scores.num_sinks:
+            of_sink -= (sink_weights * moved).sum_to_size(of_sink.shape)
     if grad_query is not None:
         scores.put(grad_query, tile, flat, key, scores.scale)
     if grad_key is not None:
@@ -289,8 +285,7 @@ def _sum_over_seen(
 ) -> Float[Tensor, "b h T 1"]:
     if terms.seen is None:
         return change.sum(dim=-1, keepdim=True)
-    seen = tile.of(terms.seen).to(change.dtype)
-    return (change[..., : seen.shape[3]] * seen).sum(dim=-1, keepdim=True)
+    return (change * tile.of(terms.seen)).sum(dim=-1, keepdim=True)
 
 
 def may_be_empty(bias: Tensor | None, allowed: Tensor | None) -> bool:

@@ -88,17 +88,17 @@ class _Scores:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return memory of a name; what the tile before left there is lost."""
-        size = math.prod(shape)
-        if name not in self.room or self.room[name].numel() < size:
-            self.room[name] = self.query.new_empty(size, dtype=self.dtype)
-        return self.room[name][:size].view(shape)
+        size, room = math.prod(shape), self.room.get(name)
+        if room is None or room.numel() < size:
+            room = self.room[name] = self.query.new_empty(size, dtype=self.dtype)
+        return room[:size].view(shape)
 
     def dense(self, name: str, rows: Float[Tensor, "b h N D"]) -> Float[Tensor, "bh N D"]:
         """Return rows one after the other, or columns as they came."""
         if rows.dtype == self.dtype and rows.is_contiguous():
             return rows.flatten(0, 1)
         *batch, num_rows, width = rows.shape
-        if _lies_in_columns(rows):
+        if lies_in_columns(rows):
             dense = self.take(name, *batch, width, num_rows).mT
         else:
             dense = self.take(name, *batch, num_rows, width)
@@ -153,7 +153,7 @@ class _Scores:
     ) -> None:  # fmt: skip
         """Write ``factor * left @ right`` into a tensor."""
         part = tile.of(tensor)
-        if _lies_in_columns(part):
+        if lies_in_columns(part):
             part, left, right = part.mT, right.mT, left.mT
         if part.is_contiguous() and part.dtype == self.dtype:
             _multiply(left, right, factor, part.flatten(0, 1))
@@ -170,8 +170,12 @@ def _multiply(
     return out.baddbmm_(left, right, beta=0.0, alpha=factor)
 
 
-def _lies_in_columns(rows: Float[Tensor, "b h N D"]) -> bool:
-    """Whether columns, not rows, are dense: channels of tokens, for one."""
+def lies_in_columns(rows: Float[Tensor, "B H N D"]) -> bool:
+    """Say whether columns, not rows, are dense, as where channels are what attends.
+
+    Args:
+        rows: Queries, keys, values or a gradient.
+    """
     return rows.stride(2) == 1 and rows.stride(3) != 1
 
 
@@ -197,7 +201,7 @@ class TiledAttention(torch.autograd.Function):
         scores = _Scores(query, key, bias, allowed, scale, ctx.may_be_empty)
         terms = None if alpha is None else AffineTerms(alpha, shift, seen)
         # Heads of a token side by side, as fused kernels lay them, and no view of anything.
-        order = (0, 3, 1, 2) if _lies_in_columns(value) else (0, 2, 1, 3)
+        order = (0, 3, 1, 2) if lies_in_columns(value) else (0, 2, 1, 3)
         shape = (*query.shape[:3], value.shape[3])
         output = torch.empty_permuted(shape, order, dtype=value.dtype)
         attn_weights = scores.empty_weights()

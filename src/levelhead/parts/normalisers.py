@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
-from levelhead.score_tiles import AffineTerms
+from levelhead.score_tiles import AffineTerms, lies_in_columns
 from levelhead.shapes import at_least_float32
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.score_matrix import (
@@ -45,7 +45,9 @@ class Softmax(Part):
 
     def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
         """Say whether a call is faster through the matrix of scores than by a fused kernel."""
-        return mask.bias is not None and learns_on_cpu(mask.bias)
+        if mask.bias is not None and learns_on_cpu(mask.bias):
+            return True
+        return lies_in_columns(key) and is_smaller_than_queries(query, key)
 
     def by_scores(
         self,

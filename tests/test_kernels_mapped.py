@@ -166,3 +166,14 @@ def test_a_backward_pass_under_autocast_keeps_its_digits():
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(result, qkv, grad)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("variant", ["precondition", "gate"])
+def test_a_hook_on_a_part_of_the_output_is_called(variant):
+    """By somebody who wants to see or change what it gives."""
+    inner = InnerAttention(variant, embed_dim=H * D, num_heads=H)
+    qkv, hidden_states = leaves_of(torch.randn(3, 2, H, T, D)), torch.randn(2, T, H * D)
+    expected = inner(*qkv, hidden_states)
+    (part,) = inner.outputs()
+    part.register_forward_hook(lambda module, args, output: 2 * output)
+    torch.testing.assert_close(inner(*qkv, hidden_states), 2 * expected)

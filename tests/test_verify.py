@@ -110,9 +110,9 @@ def test_an_attention_that_forgets_its_mask_is_found(monkeypatch):
     part = parts(model)[1].inner.weights
     part.set_state("alpha_mean", 0.9)
     whole = AttentionMask(11, 11, torch.device("cpu"))
-    fused = type(part).fused
+    mapped = type(part).mapped
     monkeypatch.setattr(
-        part, "fused", lambda out, value, mask, *rest: fused(part, out, value, whole, *rest)
+        part, "mapped", lambda value, mask, *rest: mapped(part, value, whole, *rest)
     )
     assert "moved outputs before it" in failure_among(model, batch, "mask leak")
 

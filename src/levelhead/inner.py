@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from levelhead.capped import CappedAttention, fits_capped_attention
 from levelhead.fused import leave_fused
-from levelhead.kernels_mapped import Mapped
+from levelhead.kernels_mapped import Then, is_observed
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.normalisers import Softmax
 from levelhead.parts.outputs import Gate, Precondition
@@ -299,14 +299,15 @@ class InnerAttention(nn.Module):
             attn_output = then(attn_output)
         return attn_output
 
-    def _maps(self, value: Tensor, hidden_states: Tensor | None, call: Call) -> Iterator[Mapped]:
+    def _maps(self, value: Tensor, hidden_states: Tensor | None, call: Call) -> Iterator[Then]:
         """Yield what is done to the output, in order."""
         if self.weights is not None:
             assert hidden_states is not None
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
             yield self.weights.mapped(value, call.mask, *coefficients)
         for part in self.outputs():
-            yield part.mapped(hidden_states)
+            is_equation = not is_observed(part)
+            yield part.mapped(hidden_states) if is_equation else _call(part, hidden_states)
 
     def _attend_by_scores(
         self, query: Tensor, key: Tensor, value: Tensor, hidden_states: Tensor | None, call: Call
@@ -325,7 +326,7 @@ class InnerAttention(nn.Module):
         return attn_output
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, then: Mapped | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, then: Then | None = None
     ) -> Tensor:
         """Return the normalised weights times the values: scores and normaliser stage, fused.
 
@@ -367,6 +368,10 @@ class InnerAttention(nn.Module):
         return CappedAttention.apply(  # pyright: ignore[reportReturnType]
             query, key, value, extra_score, call.mask, call.scale, cap.soft_cap, plain
         )  # fmt: skip
+
+
+def _call(part: nn.Module, hidden_states: Tensor | None) -> Then:
+    return lambda attn_output: part(attn_output, hidden_states)
 
 
 def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from levelhead.kernels import Kernel, dense_rows, find_lse_kernel, refuse_second_derivative
 from levelhead.modes import is_forward_mode
@@ -51,6 +51,23 @@ class Mapped(NamedTuple):
     def __call__(self, attn_output: Float[Tensor, "B H T Dv"]) -> Tensor:
         """Return the result."""
         return self.output_map.apply(attn_output, *self.tensors)
+
+
+Then = Callable[[Tensor], Tensor]
+"""What is done to an attention output: `Mapped`, which may be fused, or any other call."""
+
+
+def is_observed(part: nn.Module) -> bool:
+    """Whether somebody hooks a module's forward or has put another in its place.
+
+    Args:
+        part: Of which only an equation is wanted otherwise.
+
+    Returns:
+        True if it must be called as a module.
+    """
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
+    return any(hooks) or bool(part._backward_pre_hooks) or "forward" in vars(part)
 
 
 def find_mapped_kernel(

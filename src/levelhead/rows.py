@@ -115,15 +115,14 @@ class _UnitRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        kept, norm, _ = ctx.saved_tensors
-        grad, grad_norm = grads
-        with without_autocast(norm.device.type):
-            grad = torch.zeros_like(kept) if grad is None else grad
-            return _UnitRows._gradients(ctx, grad, grad_norm)
+        saved = ctx.saved_tensors  # once: checkpointing computes them again for each look
+        with without_autocast(saved[0].device.type):
+            return _UnitRows._gradients(ctx, saved, *grads)
 
     @staticmethod
-    def _gradients(ctx, grad, grad_norm):
-        kept, norm, factor = ctx.saved_tensors
+    def _gradients(ctx, saved, grad, grad_norm):
+        kept, norm, factor = saved
+        grad = torch.zeros_like(kept) if grad is None else grad
         inverse, is_longer, dtype = _inverse(norm, ctx.eps), norm > ctx.eps, kept.dtype
         to_unit, grad_factor = inverse, None  # what is kept times this is of unit length
         if ctx.keeps_result:

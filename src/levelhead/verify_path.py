@@ -123,7 +123,7 @@ def _followed_by_noise(method: Callable[..., Tensor], size: float) -> Callable[.
 
 
 def _with_nudged_values(mix: Callable[..., Tensor], size: float) -> Callable[..., Tensor]:
-    return lambda query, key, value, call: mix(query, key, nudged(value, size), call)
+    return lambda query, key, value, *others: mix(query, key, nudged(value, size), *others)
 
 
 @contextmanager

@@ -46,10 +46,42 @@ def test_an_interrupted_run_keeps_what_it_has():
 
     parts = {"first": lambda: [{"name": "x", "holds": True, "ratio": 1.0}], "second": stopped}
     with pytest.raises(KeyboardInterrupt):
-        monitor.run(parts, lambda record: kept.append(json.loads(json.dumps(record))))
+        monitor.run(
+            parts, lambda record: kept.append(json.loads(json.dumps(record))),
+            monitor.empty_record({}),
+        )  # fmt: skip
     (record,) = kept
     assert [row["name"] for row in record["results"]] == ["x"]
     assert not record["is_complete"]
+
+
+def test_a_run_goes_on_with_its_record_and_repeats_a_part_that_is_taken_out(tmp_path):
+    path, calls = tmp_path / "record.json", []
+
+    def part(name):
+        def measure():
+            calls.append(name)
+            return [{"name": name, "holds": True, "ratio": 1.0}]
+
+        return measure
+
+    def keep(record):
+        path.write_text(json.dumps(record))
+
+    parts = {name: part(name) for name in ("first", "second")}
+    monitor.run({"first": parts["first"]}, keep, monitor.record_at(path, {}))
+    assert monitor.run(parts, keep, monitor.record_at(path, {}))["is_complete"]
+    assert calls == ["first", "second"]
+    record = json.loads(path.read_text())
+    del record["part_seconds"]["first"]
+    keep(record)
+    found = monitor.run(parts, keep, monitor.record_at(path, {}))
+    assert calls == ["first", "second", "first"]
+    assert sorted(row["name"] for row in found["results"]) == ["first", "second"]
+    keep(record | {"torch": "1.0"})
+    assert monitor.record_at(path, {})["part_seconds"] == {}
+    keep(record)
+    assert monitor.record_at(path, {"layers": 2})["part_seconds"] == {}
 
 
 def test_the_cadence_is_worked_out_of_the_two_kinds_of_steps(tmp_path):

@@ -24,6 +24,7 @@ from levelhead.harness.runs import replace_text
 from levelhead.modes import one_thread
 from levelhead.monitor import Monitor
 
+SETTINGS = ("layers", "tokens", "images", "repeats", "steps")
 CADENCE, CADENCE_STEPS = 50, 200
 STRETCH = 5  # long steps are compared in short stretches: the machine changes within minutes
 JACOBIAN_TOKENS = 8
@@ -340,34 +341,74 @@ def parts_of(
     return parts
 
 
-def run(parts: Mapping[str, Part], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run the parts one after the other.
+def empty_record(settings: Mapping[str, int]) -> dict[str, Any]:
+    """Return a record without results, the machine included.
 
     Args:
-        parts: As ``parts_of`` returns them.
-        keep: Called with the record after each part: what was measured outlasts a stop.
+        settings: What sets the sizes.
 
     Returns:
-        One JSON-able record, the machine included; ``is_complete`` once all parts are in it.
+        What ``run`` fills.
     """
-    record: dict[str, Any] = {
+    return {
         "benchmark": "monitor",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "machine": platform.machine(),
         "threads": torch.get_num_threads(),
+        "settings": dict(settings),
         "is_complete": False,
         "part_seconds": {},
         "results": [],
     }
+
+
+def run(
+    parts: Mapping[str, Part], keep: Callable[[dict[str, Any]], None], record: dict[str, Any]
+) -> dict[str, Any]:
+    """Run the parts one after the other, those that the record lacks.
+
+    Args:
+        parts: As ``parts_of`` returns them.
+        keep: Called with the record after each part: what was measured outlasts a stop.
+        record: As ``empty_record`` returns it, or one to go on with.
+
+    Returns:
+        The record; ``is_complete`` once all parts are in it.
+    """
     for name, part in parts.items():
+        if name in record["part_seconds"]:
+            continue
         torch.manual_seed(0)
         start = time.perf_counter()
-        record["results"] += part()
+        record["results"] += [row | {"part": name} for row in part()]
         record["part_seconds"][name] = round(time.perf_counter() - start, 1)
-        record["is_complete"] = len(record["part_seconds"]) == len(parts)
+        record["is_complete"] = set(record["part_seconds"]) >= set(parts)
         keep(record)
         gc.collect()
     return record
+
+
+def record_at(path: Path | None, settings: Mapping[str, int]) -> dict[str, Any]:
+    """Return the record to go on with.
+
+    Args:
+        path: Where one may lie, or None.
+        settings: What sets the sizes.
+
+    Returns:
+        That of the same machine, torch and sizes that lies there, else an empty one. A part whose
+        name is taken out of ``part_seconds`` is measured again.
+    """
+    fresh = empty_record(settings)
+    if path is None or not path.exists():
+        return fresh
+    before = json.loads(path.read_text())
+    if any(
+        before.get(name) != fresh[name] for name in ("torch", "machine", "threads", "settings")
+    ):
+        return fresh
+    before["results"] = [r for r in before["results"] if r.get("part") in before["part_seconds"]]
+    return before
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -385,7 +426,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=8, help="for diagnose; 0 leaves it out")
     parser.add_argument("--repeats", type=int, default=7, help="rounds of each comparison")
     parser.add_argument("--steps", type=int, default=1000, help="for memory; 0 leaves it out")
-    parser.add_argument("--out", type=Path, help="write the record here, after every part anew")
+    parser.add_argument(
+        "--out", type=Path, help="keep the record here, after every part, and go on with one"
+    )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
 
@@ -396,8 +439,9 @@ def main(argv: list[str] | None = None) -> int:
             replace_text(chosen.out, json.dumps(record, indent=1) + "\n")
 
     sizes = (chosen.layers, chosen.tokens, chosen.images, chosen.repeats, chosen.steps)
+    settings: dict[str, int] = dict(zip(SETTINGS, sizes, strict=True))
     with tempfile.TemporaryDirectory() as folder:
-        record = run(parts_of(*sizes, Path(folder)), keep)
+        record = run(parts_of(*sizes, Path(folder)), keep, record_at(chosen.out, settings))
     if chosen.json:
         print(json.dumps(record, indent=1))
     for row in [] if chosen.json else record["results"]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from levelhead.kernels_mapped import Mapped
+from levelhead.kernels_mapped import Then
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.score_tiles import AffineTerms, lies_in_columns
 from levelhead.shapes import at_least_float32
@@ -31,7 +31,7 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Mapped | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it.
 
@@ -97,7 +97,7 @@ class OffByOne(Softmax):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Mapped | None = None,
+        then: Then | None = None,
     ) -> Tensor:
         if self.builds_scores(query, key, mask):
             attn_output = self.by_scores(query, key, value, mask, scale, dropout_p)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.kernels import SinkAttention, find_lse_kernel, warn_if_plain
-from levelhead.kernels_mapped import Mapped, MappedAttention, find_mapped_kernel
+from levelhead.kernels_mapped import Mapped, MappedAttention, Then, find_mapped_kernel
 
 _HEAD_DIM_MULTIPLE = 8
 
@@ -19,7 +19,7 @@ def softmax_attention(
     is_causal: bool,
     scale: float,
     dropout_p: float = 0.0,
-    then: Mapped | None = None,
+    then: Then | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
     """Plain attention by torch's fused kernels, and a map of its output.
 
@@ -33,8 +33,8 @@ def softmax_attention(
         is_causal: Top-left causal, for as many keys as queries.
         scale: Factor on the dot product.
         dropout_p: Probability of dropping a weight.
-        then: What is done to the output; where that saves memory, its result alone is kept for
-            the backward pass.
+        then: What is done to the output; where that saves memory, the result of a `Mapped` alone
+            is kept for the backward pass.
 
     Returns:
         One output per query and head; zeros, before the map, where a query may attend to nothing.
@@ -43,9 +43,9 @@ def softmax_attention(
     """
     warn_if_plain(query, key, value, attn_mask, is_causal, dropout_p)
     kernel = None
-    if then is not None:
+    if isinstance(then, Mapped):
         kernel = find_mapped_kernel(query, key, value, attn_mask, dropout_p)
-    if then is not None and kernel is not None:
+    if isinstance(then, Mapped) and kernel is not None:
         bias = added_mask(attn_mask, query)
         call = (bias, is_causal, scale, kernel, then.output_map, *then.tensors)
         return MappedAttention.apply(query, key, value, *call)  # pyright: ignore[reportReturnType]

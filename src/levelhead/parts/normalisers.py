@@ -31,15 +31,15 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Then | None = None,
+        then: Then | AffineTerms | None = None,
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it.
 
-        ``then`` is what is done to the output.
+        ``then`` is what is done to the output, or where ``builds_scores`` holds to the weights.
         """
         if self.builds_scores(query, key, mask):
-            attn_output = self.by_scores(query, key, value, mask, scale, dropout_p)
-            return attn_output if then is None else then(attn_output)
+            return self.by_scores(query, key, value, mask, scale, dropout_p, then)
+        assert not isinstance(then, AffineTerms)
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p, then)
 
@@ -57,13 +57,14 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        affine: AffineTerms | None = None,
+        then: Then | AffineTerms | None = None,
     ) -> Tensor:
-        """Return the attention output through the matrix of scores, its weights changed or not."""
-        sink = self.extra_score(query)
-        return attention_by_score_matrix(
+        """Return the attention output through the matrix of scores."""
+        sink, affine = self.extra_score(query), then if isinstance(then, AffineTerms) else None
+        attn_output = attention_by_score_matrix(
             query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink, affine
         )
+        return attn_output if then is None or isinstance(then, AffineTerms) else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         """Return the weights of masked scores; a row without any allowed key gives zeros.
@@ -97,16 +98,16 @@ class OffByOne(Softmax):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Then | None = None,
+        then: Then | AffineTerms | None = None,
     ) -> Tensor:
         if self.builds_scores(query, key, mask):
-            attn_output = self.by_scores(query, key, value, mask, scale, dropout_p)
-        else:
-            attn_mask, is_causal = mask.for_sdpa(query.dtype)
-            sink = self.sink_score(query)
-            attn_output = sink_attention(
-                query, key, value, sink, attn_mask, is_causal, scale, dropout_p
-            )
+            return self.by_scores(query, key, value, mask, scale, dropout_p, then)
+        assert not isinstance(then, AffineTerms)
+        sink = self.sink_score(query)
+        attn_mask, is_causal = mask.for_sdpa(query.dtype)
+        attn_output = sink_attention(
+            query, key, value, sink, attn_mask, is_causal, scale, dropout_p
+        )
         return attn_output if then is None else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ import torch
 
 import levelhead as lh
 from levelhead import score_tiles
+from levelhead.stages.masks import resolve_mask
 
 B, H, HKV, T, S, D, DV = 3, 6, 3, 5, 7, 11, 4
 VARIANTS = [
@@ -197,3 +198,23 @@ def test_transforms_and_tangents_pass_through():
     back = torch.autograd.grad(output, inputs, grad)
     towards = sum((t * b).sum() for t, b in zip(tangents, back, strict=True))
     torch.testing.assert_close((along * grad).sum(), towards)
+
+
+@pytest.mark.usefixtures("_tile_size")
+@pytest.mark.parametrize("variant", ["softmax", "sink"])
+def test_channels_lie_as_they_came_in_outputs_and_gradients(variant):
+    """Rows that are columns in memory, as where channels attend: no copy turns them over."""
+    normaliser = build(variant).normaliser
+    tokens = [draw(B, H, S, T) for _ in range(3)]
+    call = (resolve_mask(tokens[0].mT, tokens[1].mT), 0.3, 0.0)
+    output = normaliser.fused(*(rows.mT for rows in tokens), *call)
+    assert "TiledAttentionBackward" in names_of_functions(output)
+    assert output.permute(0, 3, 1, 2).is_contiguous()
+    dense = [rows.detach().mT.contiguous().requires_grad_() for rows in tokens]
+    scores = 0.3 * dense[0] @ dense[1].mT
+    expected = normaliser.plain(scores, normaliser.extra_score(output)) @ dense[2]
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn_like(output)
+    found = torch.autograd.grad(output, tokens, grad)
+    wanted = torch.autograd.grad(expected, dense, grad)
+    torch.testing.assert_close([rows.mT for rows in found], list(wanted))

@@ -294,8 +294,9 @@ class InnerAttention(nn.Module):
         """
         has_scores = self.cap is None and self.normaliser.builds_scores(query, key, call.mask)
         maps = list(self._maps(value, hidden_states, call, has_scores))
-        attn_output = self.mix(query, key, value, call, maps.pop(0) if maps else None)
-        for then in maps:
+        attn_output = self.mix(query, key, value, call, maps[0] if maps else None)
+        for then in maps[1:]:
+            assert not isinstance(then, AffineTerms)
             attn_output = then(attn_output)
         return attn_output
 
@@ -338,6 +339,7 @@ class InnerAttention(nn.Module):
             return self.normaliser.fused(
                 query, key, value, call.mask, call.scale, call.dropout_p, then
             )
+        assert not isinstance(then, AffineTerms)
         attn_output = self._mix_capped(query, key, value, call, self.cap)
         return attn_output if then is None else then(attn_output)
 

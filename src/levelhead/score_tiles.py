@@ -260,7 +260,7 @@ def _put_gradients(
     change = scores.take("scores", *seen_weights.shape)
     flat = change.flatten(0, 1)
     torch.bmm(grad_rows, values.mT, out=flat)
-    if grad_shift is not None:
+    if terms is not None and grad_shift is not None:
         tile.of(grad_shift).copy_(_sum_over_seen(change, terms, tile))
     moved = change.mul_(seen_weights).sum(dim=-1, keepdim=True)
     if grad_alpha is not None:

@@ -49,9 +49,9 @@ def attention_by_score_matrix(
     sink_score: Float[Tensor, " H"] | None = None,
     affine: AffineTerms | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
-    """Attend by the T x S form, with as few passes over the scores as the gradient allows.
+    """Attend by the T x S form, tile by tile (``score_tiles``) where that can be.
 
-        attn_output = softmax(scale * query @ key^T + attn_bias) @ value
+        attn_output = [alpha * softmax(scale * query @ key^T + attn_bias) + shift] @ value
 
     Args:
         query: Queries.

@@ -1,8 +1,8 @@
 """Attention through tiles of scores on a CPU, where a bias learns, which fused kernels know not.
 
-A tile holds the scores of some samples and heads, and stays in the caches of the cores. It is
-computed once in the forward pass and once more in the backward pass: no matrix of scores is kept,
-which costs less than to write and read it. All of a tile is made in two buffers, in place.
+A tile holds the scores of some samples and heads, and stays in the caches of the cores while its
+weights, outputs and gradients are made of it, in memory that every tile uses again. The weights of
+the softmax are kept for the backward pass, as torch's own operators keep them.
 """
 
 import math
@@ -104,12 +104,6 @@ class _Scores:
             dense = self.take(name, *batch, num_rows, width)
         return dense.copy_(rows).flatten(0, 1)
 
-    def empty_weights(self) -> Float[Tensor, "B H T C"]:
-        """Return a place for the weights of the whole call."""
-        return self.query.new_empty(
-            (*self.query.shape[:3], self.key.shape[2] + self.num_sinks), dtype=self.dtype
-        )
-
     def attend(self, tile: _Tile, out: Float[Tensor, "b h T C"]) -> Float[Tensor, "b h T S"]:
         """Return the weights of a tile, in ``out``; zeros where a query sees nothing."""
         query, key = self.dense("query", tile.of(self.query)), self.dense("key", tile.of(self.key))
@@ -204,7 +198,8 @@ class TiledAttention(torch.autograd.Function):
         order = (0, 3, 1, 2) if lies_in_columns(value) else (0, 2, 1, 3)
         shape = (*query.shape[:3], value.shape[3])
         output = torch.empty_permuted(shape, order, dtype=value.dtype)
-        attn_weights = scores.empty_weights()
+        num_columns = key.shape[2] + scores.num_sinks
+        attn_weights = query.new_empty((*query.shape[:3], num_columns), dtype=scores.dtype)
         with without_autocast("cpu"):
             for tile in scores.tiles():
                 weights = scores.attend(tile, out=tile.of(attn_weights))
@@ -249,12 +244,8 @@ def _put_gradients(
 ) -> None:
     """Write a tile's part of the gradients of query, key, value, bias, alpha and shift."""
     grad_query, grad_key, grad_value, grad_bias, grad_alpha, grad_shift = found
-    query, key, values, grad_rows = (
-        scores.dense(name, tile.of(rows))
-        for name, rows in zip(
-            ("query", "key", "value", "grad"), (scores.query, scores.key, value, grad), strict=True
-        )
-    )
+    rows = {"query": scores.query, "key": scores.key, "value": value, "grad": grad}
+    query, key, values, grad_rows = (scores.dense(n, tile.of(t)) for n, t in rows.items())
     num_keys = key.shape[1]
     seen_weights, sink_weights = weights[..., :num_keys], weights[..., num_keys:]
     change = scores.take("scores", *seen_weights.shape)

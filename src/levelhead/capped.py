@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.modes import is_forward_mode, is_transformed
+from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
@@ -56,12 +57,6 @@ def fits_capped_attention(
     if query.device.type != "cpu" or query.dtype not in _DTYPES or learns:
         return False
     return soft_cap * torch.finfo(query.dtype).eps <= _SCORE_ERROR
-
-
-def _is_batched(grad: Tensor) -> bool:
-    """Whether many gradients come at once (``is_grads_batched=True``)."""
-    functorch = getattr(torch._C, "_functorch", None)
-    return getattr(functorch, "is_legacy_batchedtensor", lambda tensor: False)(grad)
 
 
 @dataclass(frozen=True)
@@ -192,8 +187,8 @@ class CappedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         query, key, value, sink_score, *parts, output, top, log_total = ctx.saved_tensors
-        if torch.is_grad_enabled() or _is_batched(grads[0]):
-            found = _plain_gradients(ctx.plain, query, key, value, sink_score, grads[0])
+        if needs_plain_gradients(grads[0]):
+            found = plain_gradients(ctx.plain, (query, key, value, sink_score), grads[0])
             return *found, None, None, None, None
         mask = replace(ctx.mask, mask=parts[0], bias=parts[1])
         with without_autocast("cpu"):
@@ -278,15 +273,3 @@ def _gradients(
         tile.of_queries(grad_query).add_(torch.bmm(change, key), alpha=slope)
         tile.of_keys(grad_key).add_(torch.bmm(change.mT, query), alpha=slope)
     return grad_query, grad_key, grad_value
-
-
-def _plain_gradients(plain, query, key, value, sink_score, grad) -> list[Tensor | None]:
-    """Return the gradients by public operators: they have gradients, and may be batched."""
-    has_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), without_autocast("cpu"):
-        # Views, for one may be made of another, or be the same: no gradient shall count twice.
-        given = [t if t is None else t.view_as(t) for t in (query, key, value, sink_score)]
-        inputs = [t if t is not None and t.requires_grad else None for t in given]
-        learning = [t for t in inputs if t is not None]
-        found = iter(torch.autograd.grad(plain(*given), learning, grad, create_graph=has_graph))
-    return [None if t is None else next(found) for t in inputs]

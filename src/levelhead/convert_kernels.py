@@ -70,12 +70,12 @@ def _name(site: AttentionSite, installed: Installed, dropout_p: float) -> str:
             (site.num_kv_heads, value_width),
         )
     )
+    if site.kind in OVER_CHANNELS and is_smaller_than_queries(query, key):
+        return "plain"
     is_causal = site.is_causal and site.kind != "cross"
     backend = attention_backend(query, key, value, None, is_causal, dropout_p)
     if not isinstance(installed.inner.normaliser, OffByOne):
         return backend
-    if site.kind in OVER_CHANNELS and is_smaller_than_queries(query, key):
-        return "plain"
     if dropout_p == 0 and find_lse_kernel(query, key, value, has_mask=False) is not None:
         return "flash, with its log-sum-exp"
     return f"{backend} with an extra key"

@@ -17,6 +17,7 @@ from levelhead.parts.outputs import Gate, Precondition
 from levelhead.parts.scores import DotProduct, SoftCap
 from levelhead.parts.weights import Affine
 from levelhead.reference import Call, plain_weights, repeat_heads
+from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import check_attention_inputs, complaint, describe, require
 from levelhead.sizes import check_sizes
 from levelhead.stages.chunks import map_query_blocks
@@ -291,23 +292,35 @@ class InnerAttention(nn.Module):
         Returns:
             One output per query and head.
         """
-        maps = list(self._maps(value, hidden_states, call))
+        has_scores = self.cap is None and self.normaliser.builds_scores(query, key, call.mask)
+        maps = list(self._maps(value, hidden_states, call, has_scores))
         attn_output = self.mix(query, key, value, call, maps[0] if maps else None)
         for then in maps[1:]:
+            assert not isinstance(then, AffineTerms)
             attn_output = then(attn_output)
         return attn_output
 
-    def _maps(self, value: Tensor, hidden_states: Tensor | None, call: Call) -> Iterator[Then]:
-        """Yield what is done to the output, in order."""
+    def _maps(
+        self, value: Tensor, hidden_states: Tensor | None, call: Call, has_scores: bool
+    ) -> Iterator[Then | AffineTerms]:
+        """Yield what is done to the output, or to weights that are at hand, in order."""
         if self.weights is not None:
             assert hidden_states is not None
             coefficients = self.weights.coefficients(hidden_states, call.token_mask)
-            yield self.weights.mapped(value, call.mask, *coefficients)
+            if has_scores:
+                yield self.weights.terms(call.mask, *coefficients)
+            else:
+                yield self.weights.mapped(value, call.mask, *coefficients)
         for part in self.outputs():
             yield part.then(hidden_states)
 
     def mix(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, then: Then | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        then: Then | AffineTerms | None = None,
     ) -> Tensor:
         """Return the normalised weights times the values: scores and normaliser stage, fused.
 
@@ -316,7 +329,7 @@ class InnerAttention(nn.Module):
             key: Prepared keys.
             value: Values.
             call: What ``check`` returned.
-            then: What is done to the output.
+            then: What is done to the output, or to weights that are at hand.
 
         Returns:
             One output per query and head.
@@ -325,6 +338,7 @@ class InnerAttention(nn.Module):
             return self.normaliser.fused(
                 query, key, value, call.mask, call.scale, call.dropout_p, then
             )
+        assert not isinstance(then, AffineTerms)
         attn_output = self._mix_capped(query, key, value, call, self.cap)
         return attn_output if then is None else then(attn_output)
 

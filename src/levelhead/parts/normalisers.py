@@ -5,13 +5,13 @@ from torch import Tensor, nn
 
 from levelhead.kernels_mapped import Then
 from levelhead.parts.base import AttentionShape, Part
+from levelhead.score_tiles import AffineTerms, lies_in_columns
 from levelhead.shapes import at_least_float32
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.score_matrix import (
     attention_by_score_matrix,
     is_smaller_than_queries,
     learns_on_cpu,
-    token_major,
 )
 from levelhead.stages.softmax import sink_attention, softmax_attention
 
@@ -31,21 +31,40 @@ class Softmax(Part):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Then | None = None,
+        then: Then | AffineTerms | None = None,
     ) -> Tensor:
         """Return the attention output without a T x S matrix, where torch has a kernel for it.
 
-        ``then`` is what is done to the output.
+        ``then`` is what is done to the output, or where ``builds_scores`` holds to the weights.
         """
-        if mask.bias is not None and learns_on_cpu(mask.bias):
-            attn_output = token_major(
-                attention_by_score_matrix(
-                    query, key, value, mask.bias, mask.allowed(), scale, dropout_p
-                )
-            )
-            return attn_output if then is None else then(attn_output)
+        if self.builds_scores(query, key, mask):
+            return self.by_scores(query, key, value, mask, scale, dropout_p, then)
+        assert not isinstance(then, AffineTerms)
         attn_mask, is_causal = mask.for_sdpa(query.dtype)
         return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p, then)
+
+    def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
+        """Say whether a call is faster through the matrix of scores than by a fused kernel."""
+        if mask.bias is not None and learns_on_cpu(mask.bias):
+            return True
+        return lies_in_columns(key) and is_smaller_than_queries(query, key)
+
+    def by_scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: AttentionMask,
+        scale: float,
+        dropout_p: float,
+        then: Then | AffineTerms | None = None,
+    ) -> Tensor:
+        """Return the attention output through the matrix of scores."""
+        sink, affine = self.extra_score(query), then if isinstance(then, AffineTerms) else None
+        attn_output = attention_by_score_matrix(
+            query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink, affine
+        )
+        return attn_output if then is None or isinstance(then, AffineTerms) else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:
         """Return the weights of masked scores; a row without any allowed key gives zeros.
@@ -68,6 +87,9 @@ class OffByOne(Softmax):
     def extra_score(self, like: Tensor) -> Tensor:
         return self.sink_score(like)
 
+    def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
+        return super().builds_scores(query, key, mask) or is_smaller_than_queries(query, key)
+
     def fused(
         self,
         query: Tensor,
@@ -76,20 +98,16 @@ class OffByOne(Softmax):
         mask: AttentionMask,
         scale: float,
         dropout_p: float,
-        then: Then | None = None,
+        then: Then | AffineTerms | None = None,
     ) -> Tensor:
+        if self.builds_scores(query, key, mask):
+            return self.by_scores(query, key, value, mask, scale, dropout_p, then)
+        assert not isinstance(then, AffineTerms)
         sink = self.sink_score(query)
-        learns = mask.bias is not None and learns_on_cpu(mask.bias)
-        if learns or is_smaller_than_queries(query, key):
-            attn_output = attention_by_score_matrix(
-                query, key, value, mask.bias, mask.allowed(), scale, dropout_p, sink
-            )
-            attn_output = token_major(attn_output) if learns else attn_output
-        else:
-            attn_mask, is_causal = mask.for_sdpa(query.dtype)
-            attn_output = sink_attention(
-                query, key, value, sink, attn_mask, is_causal, scale, dropout_p
-            )
+        attn_mask, is_causal = mask.for_sdpa(query.dtype)
+        attn_output = sink_attention(
+            query, key, value, sink, attn_mask, is_causal, scale, dropout_p
+        )
         return attn_output if then is None else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:

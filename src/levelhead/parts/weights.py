@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
+from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import at_least_float32, require, require_known
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.weights import AffineOutput, affine_weights, linear_clipping
@@ -115,6 +116,12 @@ class Affine(StepState, Part):
 
     def settle(self, total: Tensor) -> None:
         self._finish(total)
+
+    def terms(self, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> AffineTerms:
+        """Return what scales and shifts the weights themselves, where they are at hand."""
+        mask = mask.without_finite_bias()
+        count = visible_count(mask).clamp_min(1) if self.counts_visible else mask.num_keys
+        return AffineTerms(alpha, (mean - alpha) / count, mask.visible())
 
     def mapped(self, value: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> Mapped:
         """Return what scales and shifts the weights, on the output, without a T x S matrix."""

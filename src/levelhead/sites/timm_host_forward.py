@@ -7,9 +7,9 @@ other code asks of the host (``set_window_size``, ``no_weight_decay``) still wor
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from levelhead.rows import unit_rows
 from levelhead.sites.host import Installed
 from levelhead.sites.timm_host_channels import attend_over_channels
 from levelhead.sites.timm_host_projections import merge_heads, project_heads
@@ -17,6 +17,9 @@ from levelhead.sites.timm_sites import MAX_LOG_SCALE
 
 SWIN_V2_BIAS_RANGE = 16.0
 """Liu et al. 2022, Swin Transformer V2 (arXiv:2111.09883): 16 sigmoid(.) bounds the bias."""
+
+COSINE_EPS = 1e-12
+"""Norm below which ``F.normalize``, which timm takes, divides by this instead."""
 
 
 class TimmForward(nn.Module):
@@ -118,9 +121,10 @@ class WindowForward(TimmForward):
         """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
         host: Any = self
         query, key, value = project_heads(host, x)
-        # The product of scores copies strided rows anyway; norms before it are faster on these.
+        # Products copy strided rows anyway, norms are faster on dense ones, and the projection
+        # they are a view of is free again.
         attn_output = self.levelhead(
-            query.contiguous(), key.contiguous(), value, x,
+            query.contiguous(), key.contiguous(), value.contiguous(), x,
             attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
         )  # fmt: skip
         return self.finish(attn_output, x)
@@ -134,7 +138,7 @@ class CosineWindowForward(TimmForward):
         host: Any = self
         query, key, value = project_heads(host, x)
         head_scale = torch.clamp(host.logit_scale, max=MAX_LOG_SCALE).exp()
-        query, key = F.normalize(query, dim=-1) * head_scale, F.normalize(key, dim=-1)
+        query, key = unit_rows(query, COSINE_EPS, head_scale), unit_rows(key, COSINE_EPS)
         attn_output = self.levelhead(
             query, key, value, x,
             attn_mask=window_mask(mask, x.shape[0]), attn_bias=continuous_position_bias(host),
@@ -168,7 +172,8 @@ class CrossCovarianceForward(TimmForward):
         """Attend over the channels of each head."""
         host: Any = self
         query, key, value = project_heads(host, x)
-        query, key = F.normalize(query, dim=-2) * host.temperature, F.normalize(key, dim=-2)
+        query = unit_rows(query.mT, COSINE_EPS, host.temperature).mT
+        key = unit_rows(key.mT, COSINE_EPS).mT
         attn_output = attend_over_channels(self.levelhead.inner, query, key, value, x)
         return self.finish(attn_output, x)
 

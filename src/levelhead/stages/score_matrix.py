@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from levelhead.score_tiles import AffineTerms, TiledAttention, fits_score_tiles, may_be_empty
 from levelhead.shapes import at_least_float32, without_autocast
 
 
@@ -46,10 +47,11 @@ def attention_by_score_matrix(
     scale: float,
     dropout_p: float = 0.0,
     sink_score: Float[Tensor, " H"] | None = None,
+    affine: AffineTerms | None = None,
 ) -> Float[Tensor, "B H T Dv"]:
-    """Attend by the T x S form, with as few passes over the scores as the gradient allows.
+    """Attend by the T x S form, tile by tile (``score_tiles``) where that can be.
 
-        attn_output = softmax(scale * query @ key^T + attn_bias) @ value
+        attn_output = [alpha * softmax(scale * query @ key^T + attn_bias) + shift] @ value
 
     Args:
         query: Queries.
@@ -60,30 +62,32 @@ def attention_by_score_matrix(
         scale: Factor on the dot product.
         dropout_p: Probability of dropping a weight.
         sink_score: Unscaled score of an extra key without a value, or None for none.
+        affine: What scales and shifts the weights of the softmax, or None for nothing.
 
     Returns:
-        One output per query and head; zeros where a query may attend to nothing.
+        One output per query and head, the heads of a token side by side in memory where tokens
+        are rows, as fused kernels lay them; zeros where a query may attend to nothing.
     """
-    compute_dtype = at_least_float32(query.dtype)
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
         key, value = (rows.repeat_interleave(num_groups, dim=1) for rows in (key, value))
-    query = query.to(compute_dtype) * scale if scale != 1.0 else query.to(compute_dtype)
-    key = key.to(compute_dtype)
-    # Added, not filled in: a constant needs no backward pass.
-    hidden = None
-    if allowed is not None:
-        zero = torch.zeros((), dtype=compute_dtype, device=query.device)
-        hidden = torch.where(allowed, zero, -torch.inf)
-    with without_autocast(query.device.type):
-        scores = _scores(query, key, attn_bias, hidden)
     if sink_score is not None:
-        attn_weights = _sink_softmax(scores, sink_score)
-    else:
-        attn_weights = _safe_softmax(scores, _may_be_empty(attn_bias, allowed))
-    if dropout_p > 0:
-        attn_weights = F.dropout(attn_weights, dropout_p)
-    return attn_weights.to(value.dtype) @ value
+        attn_bias = _with_sink(query, key, attn_bias, sink_score)
+
+    alpha, shift, seen = affine or (None, None, None)
+
+    def plain(query, key, value, attn_bias, alpha, shift) -> Tensor:
+        weights = _weights(query, key, attn_bias, allowed, scale)
+        if dropout_p > 0:
+            weights = F.dropout(weights, dropout_p)
+        if alpha is not None:
+            weights = alpha * weights + (shift if seen is None else shift * seen)
+        return weights.to(value.dtype) @ value
+
+    learning = (query, key, value, attn_bias, alpha, shift)
+    if not fits_score_tiles(query, dropout_p):
+        return token_major(plain(*learning))
+    return TiledAttention.apply(*learning, seen, allowed, scale, plain)  # pyright: ignore[reportReturnType]
 
 
 def token_major(attn_output: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T Dv"]:
@@ -100,26 +104,40 @@ def token_major(attn_output: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T 
     return attn_output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _scores(query: Tensor, key: Tensor, *added: Tensor | None) -> Tensor:
-    scores = query @ key.mT
-    for part in added:
-        if part is not None:
-            scores.add_(part.to(scores.dtype))
-    return scores
+def _with_sink(
+    query: Tensor, key: Tensor, attn_bias: Tensor | None, sink_score: Tensor
+) -> Float[Tensor, "#B H #T S+1"]:
+    """Return a bias with one more column, for a key of zeros whose score is that of the sink."""
+    sink = sink_score.to(at_least_float32(query.dtype))[None, :, None, None]
+    if attn_bias is None:
+        attn_bias = sink.new_zeros(1, 1, 1, 1)
+    batch, _, num_queries, _ = attn_bias.shape
+    num_heads, num_keys = query.shape[1], key.shape[2]
+    bias = attn_bias.to(sink.dtype).expand(batch, num_heads, num_queries, num_keys)
+    return torch.cat([bias, sink.expand(batch, -1, num_queries, 1)], dim=-1)
 
 
-def _sink_softmax(scores: Tensor, sink_score: Tensor) -> Tensor:
-    sink = sink_score.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-    return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-
-
-def _may_be_empty(attn_bias: Tensor | None, allowed: Tensor | None) -> bool:
-    """Whether a query could be left without a key; looks at no full T x S matrix."""
-    if torch.compiler.is_compiling():
-        return True
-    if attn_bias is not None and attn_bias.numel() > 0 and attn_bias.amin().item() == -torch.inf:
-        return True
-    return allowed is not None and not bool(allowed.any(dim=-1).all())
+def _weights(
+    query: Float[Tensor, "B H T D"],
+    key: Float[Tensor, "B H S D"],
+    attn_bias: Float[Tensor, "#B #H #T #C"] | None,
+    allowed: Bool[Tensor, "#B #H #T #S"] | None,
+    scale: float,
+) -> Float[Tensor, "B H T S"]:
+    """Return the weights by public operators; with one column more than keys, less a sink."""
+    compute_dtype = at_least_float32(query.dtype)
+    with without_autocast(query.device.type):
+        scores = scale * query.to(compute_dtype) @ key.to(compute_dtype).mT
+    num_keys = scores.shape[3]
+    if attn_bias is not None:
+        has_sink = attn_bias.shape[3] == num_keys + 1
+        scores = F.pad(scores, (0, int(has_sink))) + attn_bias.to(compute_dtype)
+    if allowed is not None:
+        # Added, not filled in: a constant needs no backward pass.
+        zero = torch.zeros((), dtype=compute_dtype, device=query.device)
+        hidden = torch.where(allowed, zero, -torch.inf).expand(*allowed.shape[:3], num_keys)
+        scores = scores + F.pad(hidden, (0, scores.shape[3] - num_keys))
+    return _safe_softmax(scores, may_be_empty(attn_bias, allowed))[..., :num_keys]
 
 
 def _safe_softmax(scores: Tensor, may_be_empty: bool) -> Tensor:

@@ -319,7 +319,7 @@ def parts_of(
     vit = small_vit()
     parts: dict[str, Part] = {
         "small ViT, steps": on_one_thread(
-            lambda: measure_step("small ViT", *vit, 2 * repeats, folder, 20)
+            lambda: measure_step("small ViT", *vit, 10 * repeats, folder, 20)
         ),
         "small ViT, cadence": on_one_thread(
             lambda: measure_cadence("small ViT", *vit, folder, CADENCE_STEPS, repeats)

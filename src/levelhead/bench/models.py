@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from levelhead.bench.model_cases import CASES, LARGE, LARGE_TINY, TINY, UNFUSED, Case
 from levelhead.bench.timing import adjacent_times, peak_extra_bytes
 from levelhead.convert import convert, restore
+from levelhead.measure.curves import median_interval
 from levelhead.shapes import require_known
 
 THROUGHPUT_BARS = {
@@ -66,7 +67,7 @@ def measure_model(
 
     Returns:
         For each variant ``throughput``: converted over stock, median of the rounds, with its
-        range and their number; ``memory``: parameters and peak of a step, converted over stock;
+        range, their number and an interval of the median; ``memory``: parameters and peak of a step, converted over stock;
         or ``refused`` with the reason.
     """
     models, rows = {}, {}
@@ -90,10 +91,13 @@ def measure_model(
 
 def _row(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     throughput = [stock_s / own_s for stock_s, own_s in pairs]
+    interval = median_interval(throughput)
     return {
         "throughput": statistics.median(throughput),
         "throughput_min": min(throughput),
         "throughput_max": max(throughput),
+        "interval": [interval.lower, interval.upper],
+        "coverage": interval.coverage,
         "rounds": len(pairs),
         "stock_s": statistics.median(stock_s for stock_s, _ in pairs),
     }

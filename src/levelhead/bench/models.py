@@ -67,8 +67,8 @@ def measure_model(
 
     Returns:
         For each variant ``throughput``: converted over stock, median of the rounds, with its
-        range, their number and an interval of the median; ``memory``: parameters and peak of a step, converted over stock;
-        or ``refused`` with the reason.
+        range, their number and an interval of the median; ``memory``: parameters and peak of a
+        step, converted over stock; or ``refused`` with the reason.
     """
     models, rows = {}, {}
     for variant in variants:

@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from levelhead.fused import leave_fused
 from levelhead.inner import InnerAttention
 from levelhead.kernels_mapped import Mapped, find_mapped_kernel
+from levelhead.parts.outputs import Precondition
 from levelhead.reference import reference_attention
 from levelhead.stages.outputs import EquilibrateRows
 from levelhead.stages.softmax import softmax_attention
@@ -167,3 +170,89 @@ def test_a_hook_on_a_part_of_the_output_is_called(variant):
     (part,) = inner.outputs()
     part.register_forward_hook(lambda module, args, output: 2 * output)
     torch.testing.assert_close(inner(*qkv, hidden_states), 2 * expected)
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
+def test_values_nobody_attends_to_cost_affine_no_digits(size):
+    """Their mean is taken off the result again."""
+    torch.manual_seed(0)
+    qkv = torch.randn(3, 1, 2, 9, 8)
+    qkv[1, :, :, 4] = 0
+    qkv[0, ..., 0] = 30.0  # all queries
+    qkv[1, :, :, [0, 1, 2, 3, 5, 6, 7, 8], 0] = 3.0  # all other keys
+    qkv[2, :, :, 4] = size
+    alpha, shift = torch.rand(1, 2, 9, 1) + 0.1, torch.randn(1, 2, 9, 1)
+    grad = torch.randn(1, 2, 9, 8)
+
+    def gradients(dtype, fused):
+        leaves = leaves_of([*qkv.to(dtype), alpha.to(dtype)])
+        output_map, tensors = AffineOutput(), (leaves[3], shift.to(dtype))
+        visible = leaves[2].detach().mean(2, keepdim=True)
+        then = Mapped(output_map, (*tensors, visible))
+        if fused:
+            result = softmax_attention(*leaves[:3], None, False, 1.0, 0.0, then)
+        else:
+            result = then((leaves[0] @ leaves[1].mT).softmax(-1) @ leaves[2])
+        return torch.autograd.grad(result, leaves, grad.to(dtype))
+
+    exact = gradients(torch.float64, fused=False)
+    found, plain = gradients(torch.float32, fused=True), gradients(torch.float32, fused=False)
+    for ours, theirs, wanted in zip(found, plain, exact, strict=True):
+        error, plain_error = (float((t - wanted).norm()) for t in (ours, theirs))
+        assert error <= 16 * plain_error + 1e-6 * float(wanted.norm())
+
+
+def test_rows_whose_norm_overflows_get_no_gradient():
+    inner = InnerAttention("precondition", embed_dim=H * D, num_heads=H)
+    qkv = torch.randn(3, 1, H, T, D)
+    qkv[2, :, 1] = 3e19
+    qkv = leaves_of(qkv)
+    found = torch.autograd.grad(inner(*qkv).sum(), qkv)
+    assert all(part.isfinite().all() for part in found)
+    assert found[2][:, 1].eq(0).all()
+
+
+def test_what_replaces_a_part_of_the_output_is_called():
+    class Doubled(Precondition):
+        def forward(self, attn_output, hidden_states):
+            return 2 * super().forward(attn_output, hidden_states)
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, part):
+            super().__init__()
+            self.part = part
+
+        def forward(self, *args):
+            return 2 * self.part(*args)
+
+    inner = InnerAttention("precondition", embed_dim=H * D, num_heads=H)
+    qkv = leaves_of(torch.randn(3, 1, H, T, D))
+    expected = 2 * inner(*qkv)
+    for part in (Doubled(), Wrapped(Precondition())):
+        inner.precondition = part
+        torch.testing.assert_close(inner(*qkv), expected)
+
+
+@pytest.mark.parametrize("variant", ["qknorm_ds", "affine", "precondition", "off_by_one", "sink"])
+def test_fake_tensors_pass_in_training(variant):
+    with FakeTensorMode():
+        inner = InnerAttention(variant, embed_dim=64, num_heads=2).eval()
+        qkv = [torch.randn(1, 2, 5, 32, requires_grad=True) for _ in range(3)]
+        assert inner(*qkv, torch.randn(1, 5, 64)).shape == (1, 2, 5, 32)
+
+
+def test_a_result_for_grouped_heads_may_be_changed_in_place():
+    output_map, tensors = affine(torch.float32, 2)
+    qkv = leaves_of([torch.randn(B, n, T, D) for n in (H, 2, 2)])
+    then = Mapped(output_map, tensors)
+    result = softmax_attention(*qkv, None, False, SCALE, 0.0, then)
+    assert result.mul_(3.0) is result
+
+
+def test_expanded_values_of_a_fused_projection_are_not_copied():
+    fused = torch.randn(1, 5, 3, 8, requires_grad=True) * 1
+    query, key, value = (part[:, None].expand(1, 4, 5, 8) for part in fused.unbind(2))
+    left = leave_fused((query, key, value), (query * 1, key * 1, value))
+    assert left[2] is value
+    half = [rows.half() for rows in fused.transpose(1, 2).unbind(1)]
+    assert leave_fused(half, [half[0] * 1, *half[1:]])[1] is half[1]

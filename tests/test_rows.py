@@ -104,3 +104,23 @@ def test_a_factor_may_be_wider_than_its_rows(shape):
     expected = torch.autograd.grad(unit_rows(wide, EPS, factor), (wide, factor), grad.double())
     assert [part.dtype for part in found] == [torch.float32, torch.float64]
     torch.testing.assert_close(found, expected, check_dtype=False, rtol=1e-5, atol=1e-5)
+
+
+def test_small_factors_of_half_precision_rows_keep_their_digits():
+    rows, factor = rows_of(torch.float16), torch.full((7,), 1e-5).half().requires_grad_()
+    wide = [tensor.detach().double().requires_grad_() for tensor in (rows, factor)]
+    grad = torch.randn_like(rows)
+    found = torch.autograd.grad(unit_rows(rows, EPS, factor), (rows, factor), grad)
+    expected = torch.autograd.grad(unit_rows(*wide[:1], EPS, wide[1]), wide, grad.double())
+    torch.testing.assert_close(found, expected, check_dtype=False, rtol=5e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-20, 1e20])
+def test_a_factor_that_cannot_be_divided_out_leaves_the_gradient_exact(factor):
+    rows = torch.randn(3, 7).requires_grad_()
+    factors = torch.ones(7)
+    factors[2] = factor
+    factors.requires_grad_()
+    found = torch.autograd.grad(unit_rows(rows, EPS, factors)[:, :2].sum(), (rows, factors))
+    expected = torch.autograd.grad(plain(rows, factors)[:, :2].sum(), (rows, factors))
+    torch.testing.assert_close(found, expected)

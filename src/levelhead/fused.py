@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from levelhead.modes import is_transformed
+from levelhead.shapes import at_least_float32
 
 
 def leave_fused(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
@@ -13,8 +14,8 @@ def leave_fused(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tenso
 
     A fused projection writes queries, keys and values into one tensor, all of which lives for the
     backward pass as long as any part is kept. Where a norm or a rotation has made other rows of
-    its queries or keys, copies of the parts that stay free the whole. On a CPU only, in training
-    only; a compiler plans its own memory.
+    its queries or keys, copies of the parts that stay free the whole. On a CPU, in
+    training and in full precision only; a compiler plans its own memory.
 
     Args:
         before: Queries, keys and values as they were projected, in their order.
@@ -27,12 +28,16 @@ def leave_fused(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tenso
         return list(after)
     replaced = [old._base for old, new in zip(before, after, strict=True) if old is not new]
     bases = [base for base in replaced if base is not None]
-    return [_copy(rows) if _lies_in(rows, bases) else rows for rows in after]
+    staying = [any(rows._base is base for base in bases) for rows in after]
+    if not all(_can_move(rows) for rows, stays in zip(after, staying, strict=True) if stays):
+        return list(after)
+    return [_copy(rows) if stays else rows for rows, stays in zip(after, staying, strict=True)]
 
 
-def _lies_in(rows: Tensor, bases: list[Tensor]) -> bool:
-    is_plain = rows.device.type == "cpu" and rows.requires_grad
-    return is_plain and any(rows._base is base for base in bases)
+def _can_move(rows: Tensor) -> bool:
+    """Whether a copy takes less room than it frees; half precision norms keep what they take."""
+    is_wide = rows.dtype == at_least_float32(rows.dtype)
+    return is_wide and rows.device.type == "cpu" and rows.requires_grad and 0 not in rows.stride()
 
 
 def _copy(rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from levelhead.capped import CappedAttention, fits_capped_attention
 from levelhead.fused import leave_fused
-from levelhead.kernels_mapped import Then
+from levelhead.kernels_mapped import Then, is_observed
 from levelhead.parts.base import AttentionShape
 from levelhead.parts.normalisers import Softmax
 from levelhead.parts.outputs import Gate, Precondition
@@ -292,7 +292,8 @@ class InnerAttention(nn.Module):
         Returns:
             One output per query and head.
         """
-        has_scores = self.cap is None and self.normaliser.builds_scores(query, key, call.mask)
+        is_bare = self.cap is None and call.dropout_p == 0
+        has_scores = is_bare and self.normaliser.builds_scores(query, key, call.mask)
         maps = list(self._maps(value, hidden_states, call, has_scores))
         attn_output = self.mix(query, key, value, call, maps[0] if maps else None)
         for then in maps[1:]:
@@ -312,7 +313,7 @@ class InnerAttention(nn.Module):
             else:
                 yield self.weights.mapped(value, call.mask, *coefficients)
         for part in self.outputs():
-            yield part.then(hidden_states)
+            yield _then(part, hidden_states)
 
     def mix(
         self,
@@ -363,6 +364,13 @@ class InnerAttention(nn.Module):
         return CappedAttention.apply(  # pyright: ignore[reportReturnType]
             query, key, value, extra_score, call.mask, call.scale, cap.soft_cap, plain
         )  # fmt: skip
+
+
+def _then(part: nn.Module, hidden_states: Tensor | None) -> Then:
+    """Return what a part does: its equation where it is nothing else, or a call of the module."""
+    if type(part) is Precondition and not is_observed(part):
+        return part.mapped()
+    return lambda attn_output: part(attn_output, hidden_states)
 
 
 def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from levelhead.kernels import Kernel, dense_rows, find_lse_kernel, refuse_second_derivative
-from levelhead.modes import is_forward_mode
+from levelhead.modes import is_forward_mode, is_plain
 from levelhead.shapes import at_least_float32, without_autocast
 
 
@@ -67,7 +67,9 @@ def is_observed(part: nn.Module) -> bool:
         True if it must be called as a module.
     """
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks)
-    return any(hooks) or bool(part._backward_pre_hooks) or "forward" in vars(part)
+    if any(hooks) or part._backward_pre_hooks or "forward" in vars(part):
+        return True
+    return getattr(nn.modules.module, "_has_any_global_hook", lambda: False)()
 
 
 def find_mapped_kernel(
@@ -89,6 +91,8 @@ def find_mapped_kernel(
     if torch.compiler.is_compiling() or is_forward_mode() or not torch.is_grad_enabled():
         return None
     if query.device.type != "cpu" or query.dtype != at_least_float32(query.dtype):
+        return None
+    if not is_plain(query, key, value, attn_mask):
         return None
     learns = any(rows.requires_grad for rows in (query, key, value))
     if not learns or dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad):
@@ -112,20 +116,22 @@ class MappedAttention(torch.autograd.Function):
         output, lse, _ = kernel.forward(*rows, attn_bias, is_causal, scale)
         with without_autocast(query.device.type):
             result = output_map.apply(output, *tensors)
-            remembered = output_map.remember(output, *tensors)
-        ctx.save_for_backward(*rows, attn_bias, lse, result, *tensors, *remembered)
-        ctx.others = is_causal, scale, kernel, output_map, len(tensors)
+            # Not saved as the others are: how much it is may differ when checkpointing repeats it.
+            ctx.remembered = output_map.remember(output, *tensors)
+        if result._is_view():  # of something made here: whoever changes it in place may
+            result = result.data
+        ctx.save_for_backward(*rows, attn_bias, lse, result, *tensors)
+        ctx.others = is_causal, scale, kernel, output_map
         return result
 
     @staticmethod
     def backward(ctx, *grads) -> Any:
         refuse_second_derivative("a map of its output")
-        query, key, value, attn_bias, lse, result, *others = ctx.saved_tensors
-        is_causal, scale, kernel, output_map, num_tensors = ctx.others
-        tensors, remembered = others[:num_tensors], tuple(others[num_tensors:])
-        needed = ctx.needs_input_grad[-num_tensors:] if num_tensors else ()
+        query, key, value, attn_bias, lse, result, *tensors = ctx.saved_tensors
+        is_causal, scale, kernel, output_map = ctx.others
+        needed = ctx.needs_input_grad[-len(tensors) :] if tensors else ()
         with without_autocast(query.device.type):
-            output = output_map.undo(result, remembered, *tensors)
+            output = output_map.undo(result, ctx.remembered, *tensors)
             grad, found = _gradients(output_map, output, tensors, needed, grads[0])
         grad_qkv = kernel.backward(
             dense_rows(grad), query, key, value, attn_bias, output, lse, is_causal, scale, ()

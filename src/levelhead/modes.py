@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
@@ -21,6 +22,20 @@ def is_forward_mode() -> bool:
     Read from a private part of torch; one without it is taken to be out of that mode.
     """
     return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Whether tensors are numbers in memory, and nobody stands between them and the operators.
+
+    Neither a subclass (distributed, fake, quantised) nor a dispatch mode (tracing, counting).
+    Read in part from a private part of torch; one without it is taken not to have a mode.
+
+    Args:
+        tensors: Any, or None.
+    """
+    if getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)():
+        return False
+    return all(t is None or type(t) in (Tensor, nn.Parameter) for t in tensors)
 
 
 def is_in_backward() -> bool:

@@ -175,7 +175,7 @@ def scalars(statistics: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str
         values = torch.tensor(list(metrics.values()), dtype=torch.float64)
         over_heads = {
             "mean": values.nanmean(1).tolist(),
-            "max": values.nan_to_num(-torch.inf, posinf=torch.inf).amax(1).tolist(),
+            "max": values.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1).tolist(),
             "q99": values.nanquantile(0.99, dim=1).tolist(),
         }
         for row, (metric, by_head) in enumerate(metrics.items()):

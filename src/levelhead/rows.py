@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.modes import is_forward_mode, is_transformed
+from levelhead.modes import is_forward_mode, is_plain, is_transformed
 from levelhead.shapes import at_least_float32, without_autocast
 
 ROW_EPS = 1e-6
@@ -67,14 +67,16 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or is_transformed()
 
 
-def _can_be_undone(factor: Tensor | None) -> bool:
+def _can_be_undone(rows: Tensor, factor: Tensor | None) -> bool:
     """Whether dividing by a factor gives unit rows back, digits and all.
 
     Only on a CPU is it looked at: elsewhere the look would stall the device.
     """
+    if rows.dtype != at_least_float32(rows.dtype):
+        return False
     if factor is None:
         return True
-    if factor.device.type != "cpu" or factor.numel() == 0:
+    if factor.device.type != "cpu" or factor.numel() == 0 or not is_plain(factor):
         return False
     lowest, highest = factor.detach().abs().aminmax()
     return bool((lowest >= _LEAST_FACTOR) & (highest <= 1 / _LEAST_FACTOR))
@@ -91,10 +93,10 @@ class _UnitRows(torch.autograd.Function):
         grad_rows = factor * inverse * (grad - <grad, unit> unit)
         grad_factor = <grad, unit>
 
-    Kept for it is the result, which an attention keeps anyway, where the factor can be divided
-    out again, else the rows that came. A row shorter than ``eps`` has a constant ``inverse``:
-    its second term is zero. A factor per coordinate meets the gradient first. The norms are an
-    output so that second derivatives reach the rows through them.
+    Kept for it is the result, which an attention keeps anyway, where it has all its digits and the
+    factor can be divided out again, else the rows that came. A row shorter than ``eps`` has a
+    constant ``inverse``: its second term is zero. A factor per coordinate meets the gradient
+    first. The norms are an output so that second derivatives reach the rows through them.
     """
 
     @staticmethod
@@ -106,7 +108,7 @@ class _UnitRows(torch.autograd.Function):
             result = (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
         else:
             result = (rows * inverse).mul_(factor).to(rows.dtype)
-        ctx.eps, ctx.keeps_result = eps, _can_be_undone(factor)
+        ctx.eps, ctx.keeps_result = eps, _can_be_undone(rows, factor)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(result if ctx.keeps_result else rows, norm, factor)
         if is_forward_mode():

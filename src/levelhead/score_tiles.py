@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from levelhead.modes import is_forward_mode, is_transformed
+from levelhead.modes import is_forward_mode, is_plain, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import at_least_float32, without_autocast
 
@@ -35,17 +35,23 @@ class AffineTerms(NamedTuple):
     seen: Bool[Tensor, "#B #H #T #S"] | None
 
 
-def fits_score_tiles(query: Float[Tensor, "B H T D"], dropout_p: float) -> bool:
+def fits_score_tiles(
+    query: Float[Tensor, "B H T D"], dropout_p: float, *others: Tensor | None
+) -> bool:
     """Say whether `TiledAttention` can take a call.
 
     Args:
         query: Queries.
         dropout_p: Probability of dropping a weight.
+        others: What else goes in, tensors or None.
 
     Returns:
-        False off the CPU, with dropout, for a compiler, inside ``torch.func`` and in forward mode.
+        False off the CPU, with dropout, for a compiler, inside ``torch.func``, in forward mode and
+        for tensors that are more than numbers in memory.
     """
     if torch.compiler.is_compiling() or is_transformed() or is_forward_mode():
+        return False
+    if not is_plain(query, *others):
         return False
     return dropout_p == 0 and query.device.type == "cpu" and query.numel() > 0
 
@@ -66,14 +72,15 @@ class _Tile(NamedTuple):
 class _Scores:
     """The scores of a call, tile by tile, in memory that every tile uses again.
 
-    A bias with one more column than there are keys holds the score of a sink there.
+    A sink is one more column of scores, behind those of the keys.
     """
 
-    def __init__(self, query, key, bias, allowed, scale, may_be_empty):
+    def __init__(self, query, key, bias, sink_score, allowed, scale, may_be_empty):
         self.query, self.key, self.bias, self.allowed = query, key, bias, allowed
         self.scale, self.may_be_empty = scale, may_be_empty
         self.dtype = at_least_float32(query.dtype)
-        self.num_sinks = int(bias is not None and bias.shape[3] == key.shape[2] + 1)
+        self.sink = None if sink_score is None else sink_score[None, :, None, None]
+        self.num_sinks = int(self.sink is not None)
         self.room: dict[str, Tensor] = {}
 
     def tiles(self) -> Iterator[_Tile]:
@@ -110,14 +117,15 @@ class _Scores:
         num_keys = key.shape[1]
         scores = self.take("scores", *out.shape[:3], num_keys)
         torch.bmm(query, key.mT, out=scores.flatten(0, 1))
-        with_sink = self.take("with sink", *out.shape) if self.num_sinks else scores
+        with_sink = scores
+        if self.sink is not None:
+            with_sink = self.take("with sink", *out.shape)
+            with_sink[..., num_keys:] = tile.of(self.sink)
+        seen = with_sink[..., :num_keys]
         if self.bias is None:
-            scores.mul_(self.scale)
+            torch.mul(scores, self.scale, out=seen)
         else:
-            bias = tile.of(self.bias).to(self.dtype)
-            seen = with_sink[..., :num_keys]
-            torch.add(bias[..., :num_keys], scores, alpha=self.scale, out=seen)
-            with_sink[..., num_keys:] = bias[..., num_keys:]
+            torch.add(tile.of(self.bias).to(self.dtype), scores, alpha=self.scale, out=seen)
         if self.allowed is not None:
             with_sink[..., :num_keys].add_(self.hidden(tile.of(self.allowed)))
         torch.softmax(with_sink, dim=-1, out=out)  # a third faster than in place
@@ -182,17 +190,19 @@ class TiledAttention(torch.autograd.Function):
 
         attn_output = [alpha * softmax(scale * query @ key^T + bias) + shift * seen] @ value
 
-    ``apply(query, key, value, bias or None, alpha or None, shift or None, seen or None, allowed
-    or None, scale, plain)``: keys and values have the heads of the query, a bias may have a
-    column for a sink, without alpha the weights are those of the softmax, and ``plain(query, key,
-    value, bias, alpha, shift)`` is the same by public operators, for second derivatives.
+    ``apply(query, key, value, bias or None, sink_score or None, alpha or None, shift or None, seen
+    or None, allowed or None, scale, plain)``: keys and values have the heads of the query, without
+    alpha the weights are those of the softmax, and ``plain(query, key, value, bias, sink_score,
+    alpha, shift)`` is the same by public operators, for second derivatives.
     """
 
     @staticmethod
-    def forward(ctx, query, key, value, bias, alpha, shift, seen, allowed, scale, plain):
+    def forward(
+        ctx, query, key, value, bias, sink_score, alpha, shift, seen, allowed, scale, plain
+    ):
         ctx.scale, ctx.plain = scale, plain
-        ctx.may_be_empty = may_be_empty(bias, allowed)
-        scores = _Scores(query, key, bias, allowed, scale, ctx.may_be_empty)
+        ctx.may_be_empty = sink_score is None and may_be_empty(bias, allowed)
+        scores = _Scores(query, key, bias, sink_score, allowed, scale, ctx.may_be_empty)
         terms = None if alpha is None else AffineTerms(alpha, shift, seen)
         # Heads of a token side by side, as fused kernels lay them, and no view of anything.
         order = (0, 3, 1, 2) if lies_in_columns(value) else (0, 2, 1, 3)
@@ -208,7 +218,8 @@ class TiledAttention(torch.autograd.Function):
                 scores.put(
                     output, tile, weights.flatten(0, 1), scores.dense("value", tile.of(value))
                 )
-        ctx.save_for_backward(query, key, value, bias, alpha, shift, seen, allowed, attn_weights)
+        inputs = (query, key, value, bias, sink_score, alpha, shift)
+        ctx.save_for_backward(*inputs, seen, allowed, attn_weights)
         return output
 
     @staticmethod
@@ -216,20 +227,22 @@ class TiledAttention(torch.autograd.Function):
         *inputs, seen, allowed, attn_weights = ctx.saved_tensors
         if needs_plain_gradients(grads[0]):
             return *plain_gradients(ctx.plain, inputs, grads[0]), None, None, None, None
-        query, key, value, bias, alpha, shift = inputs
-        scores = _Scores(query, key, bias, allowed, ctx.scale, ctx.may_be_empty)
+        query, key, value, bias, sink_score, alpha, shift = inputs
+        scores = _Scores(query, key, bias, sink_score, allowed, ctx.scale, ctx.may_be_empty)
         terms = None if alpha is None else AffineTerms(alpha, shift, seen)
         found = [
             torch.empty_like(t) if t is not None and is_needed else None
             for t, is_needed in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
-        if found[3] is not None:  # a sum over samples
-            found[3] = torch.zeros_like(bias, dtype=scores.dtype)
+        for number in (3, 4):  # sums over samples
+            if found[number] is not None:
+                found[number] = torch.zeros_like(inputs[number], dtype=scores.dtype)
         with without_autocast("cpu"):
             for tile in scores.tiles():
                 _put_gradients(found, scores, value, terms, grads[0], tile, tile.of(attn_weights))
-        if found[3] is not None:
-            found[3] = found[3].to(bias.dtype)
+        found = [
+            t if t is None else t.to(like.dtype) for t, like in zip(found, inputs, strict=True)
+        ]
         return *found, None, None, None, None
 
 
@@ -242,8 +255,8 @@ def _put_gradients(
     tile: _Tile,
     weights: Float[Tensor, "b h T C"],
 ) -> None:
-    """Write a tile's part of the gradients of query, key, value, bias, alpha and shift."""
-    grad_query, grad_key, grad_value, grad_bias, grad_alpha, grad_shift = found
+    """Write a tile's part of the gradients of the inputs, in their order."""
+    grad_query, grad_key, grad_value, grad_bias, grad_sink, grad_alpha, grad_shift = found
     rows = {"query": scores.query, "key": scores.key, "value": value, "grad": grad}
     query, key, values, grad_rows = (scores.dense(n, tile.of(t)) for n, t in rows.items())
     num_keys = key.shape[1]
@@ -265,10 +278,9 @@ def _put_gradients(
         scores.put(grad_value, tile, seen_weights.flatten(0, 1).mT, grad_rows)
     if grad_bias is not None:
         part = tile.of(grad_bias)
-        of_keys, of_sink = part[..., :num_keys], part[..., num_keys:]
-        of_keys += change.sum_to_size(of_keys.shape)
-        if scores.num_sinks:
-            of_sink -= (sink_weights * moved).sum_to_size(of_sink.shape)
+        part += change.sum_to_size(part.shape)
+    if grad_sink is not None:
+        grad_sink[tile.heads] -= (sink_weights * moved).sum(dim=(0, 2, 3))
     if grad_query is not None:
         scores.put(grad_query, tile, flat, key, scores.scale)
     if grad_key is not None:
@@ -291,9 +303,9 @@ def may_be_empty(bias: Tensor | None, allowed: Tensor | None) -> bool:
         allowed: True = may attend, or None.
 
     Returns:
-        True for a compiler, too, which cannot look.
+        True for a compiler and ``torch.func``, too, which cannot look.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_transformed() or not is_plain(bias, allowed):
         return True
     if bias is not None and bias.numel() > 0 and bias.amin().item() == -torch.inf:
         return True

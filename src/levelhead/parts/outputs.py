@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from levelhead.kernels_mapped import Mapped, Then, is_observed
+from levelhead.kernels_mapped import Mapped
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.rows import ROW_EPS
 from levelhead.shapes import require, require_known
@@ -17,10 +17,8 @@ class Precondition(Part):
         require(eps > 0, "eps must be positive", f"eps={eps}")
         self.eps, self.detach_norm = eps, bool(detach)
 
-    def then(self, hidden_states: Tensor | None) -> Then:
-        """Return what is done to an attention output, as a map unless somebody looks at it."""
-        if is_observed(self):
-            return lambda attn_output: self(attn_output, hidden_states)
+    def mapped(self) -> Mapped:
+        """Return the same as a map that can be undone."""
         return Mapped(EquilibrateRows(self.eps, self.detach_norm))
 
     def forward(self, attn_output: Tensor, hidden_states: Tensor | None) -> Tensor:
@@ -49,10 +47,6 @@ class Gate(Part):
 
     def reset_parameters(self) -> None:
         self.gate_proj.reset_parameters()
-
-    def then(self, hidden_states: Tensor | None) -> Then:
-        """Return what is done to an attention output; a gate's result costs too much to undo."""
-        return lambda attn_output: self(attn_output, hidden_states)
 
     def forward(self, attn_output: Tensor, hidden_states: Tensor | None) -> Tensor:
         """Return the gated output."""

@@ -55,7 +55,7 @@ class EquilibrateRows:
     def remember(self, attn_output: Tensor) -> tuple[Tensor, ...]:
         """Return what the rows were divided by."""
         norm = torch.linalg.vector_norm(attn_output, dim=-1, keepdim=True)
-        return (norm.clamp_min_(self.eps),)
+        return (norm.clamp_(self.eps, torch.finfo(norm.dtype).max),)
 
     def undo(self, result: Tensor, remembered: tuple[Tensor, ...]) -> Tensor:
         """Return the rows."""

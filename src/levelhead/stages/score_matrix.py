@@ -71,21 +71,18 @@ def attention_by_score_matrix(
     num_groups = query.shape[1] // key.shape[1]
     if num_groups > 1:
         key, value = (rows.repeat_interleave(num_groups, dim=1) for rows in (key, value))
-    if sink_score is not None:
-        attn_bias = _with_sink(query, key, attn_bias, sink_score)
-
     alpha, shift, seen = affine or (None, None, None)
 
-    def plain(query, key, value, attn_bias, alpha, shift) -> Tensor:
-        weights = _weights(query, key, attn_bias, allowed, scale)
+    def plain(query, key, value, attn_bias, sink_score, alpha, shift) -> Tensor:
+        weights = _weights(query, key, attn_bias, sink_score, allowed, scale)
         if dropout_p > 0:
             weights = F.dropout(weights, dropout_p)
         if alpha is not None:
             weights = alpha * weights + (shift if seen is None else shift * seen)
         return weights.to(value.dtype) @ value
 
-    learning = (query, key, value, attn_bias, alpha, shift)
-    if not fits_score_tiles(query, dropout_p):
+    learning = (query, key, value, attn_bias, sink_score, alpha, shift)
+    if not fits_score_tiles(query, dropout_p, *learning[1:], seen, allowed):
         return token_major(plain(*learning))
     return TiledAttention.apply(*learning, seen, allowed, scale, plain)  # pyright: ignore[reportReturnType]
 
@@ -104,40 +101,28 @@ def token_major(attn_output: Float[Tensor, "B H T Dv"]) -> Float[Tensor, "B H T 
     return attn_output.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _with_sink(
-    query: Tensor, key: Tensor, attn_bias: Tensor | None, sink_score: Tensor
-) -> Float[Tensor, "#B H #T S+1"]:
-    """Return a bias with one more column, for a key of zeros whose score is that of the sink."""
-    sink = sink_score.to(at_least_float32(query.dtype))[None, :, None, None]
-    if attn_bias is None:
-        attn_bias = sink.new_zeros(1, 1, 1, 1)
-    batch, _, num_queries, _ = attn_bias.shape
-    num_heads, num_keys = query.shape[1], key.shape[2]
-    bias = attn_bias.to(sink.dtype).expand(batch, num_heads, num_queries, num_keys)
-    return torch.cat([bias, sink.expand(batch, -1, num_queries, 1)], dim=-1)
-
-
 def _weights(
     query: Float[Tensor, "B H T D"],
     key: Float[Tensor, "B H S D"],
-    attn_bias: Float[Tensor, "#B #H #T #C"] | None,
+    attn_bias: Float[Tensor, "#B #H #T #S"] | None,
+    sink_score: Float[Tensor, " H"] | None,
     allowed: Bool[Tensor, "#B #H #T #S"] | None,
     scale: float,
 ) -> Float[Tensor, "B H T S"]:
-    """Return the weights by public operators; with one column more than keys, less a sink."""
+    """Return the weights of the keys by public operators."""
     compute_dtype = at_least_float32(query.dtype)
     with without_autocast(query.device.type):
         scores = scale * query.to(compute_dtype) @ key.to(compute_dtype).mT
-    num_keys = scores.shape[3]
     if attn_bias is not None:
-        has_sink = attn_bias.shape[3] == num_keys + 1
-        scores = F.pad(scores, (0, int(has_sink))) + attn_bias.to(compute_dtype)
+        scores = scores + attn_bias.to(compute_dtype)
     if allowed is not None:
         # Added, not filled in: a constant needs no backward pass.
         zero = torch.zeros((), dtype=compute_dtype, device=query.device)
-        hidden = torch.where(allowed, zero, -torch.inf).expand(*allowed.shape[:3], num_keys)
-        scores = scores + F.pad(hidden, (0, scores.shape[3] - num_keys))
-    return _safe_softmax(scores, may_be_empty(attn_bias, allowed))[..., :num_keys]
+        scores = scores + torch.where(allowed, zero, -torch.inf)
+    if sink_score is None:
+        return _safe_softmax(scores, may_be_empty(attn_bias, allowed))
+    sink = sink_score.to(compute_dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _safe_softmax(scores: Tensor, may_be_empty: bool) -> Tensor:

@@ -62,8 +62,10 @@ def affine_output(
     return shifted.flatten(1, 2).to(attn_output.dtype)
 
 
-LEAST_ALPHA = 0.125
-"""Of rows scaled by less than this the unscaled ones are remembered: division costs digits."""
+LEAST_ALPHA = 2.0**-20
+LARGEST_SHIFT = 4.0
+"""Rows scaled by less, or shifted by more times their own length, are remembered: taking the shift
+off again would cost them more than two or three bits."""
 
 
 class AffineOutput:
@@ -76,18 +78,22 @@ class AffineOutput:
     def remember(
         self, attn_output: Tensor, alpha: Tensor, shift: Tensor, visible: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return which rows were scaled by little, and these rows."""
-        is_small = (alpha < LEAST_ALPHA).squeeze(-1)
-        return is_small, attn_output[is_small]
+        """Return which rows would lose digits, and these rows."""
+        shifted = torch.linalg.vector_norm(visible, dim=-1, keepdim=True)
+        shifted = shifted.repeat_interleave(shift.shape[1] // visible.shape[1], dim=1) * shift
+        length = torch.linalg.vector_norm(attn_output, dim=-1, keepdim=True) * alpha
+        is_lost = (shifted.abs() <= LARGEST_SHIFT * length).logical_not_() | (alpha < LEAST_ALPHA)
+        is_lost = is_lost.squeeze(-1)
+        return is_lost, attn_output[is_lost]
 
     def undo(
         self, result: Tensor, remembered: tuple[Tensor, ...], alpha: Tensor, shift: Tensor,
         visible: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return the output before."""
-        is_small, small_rows = remembered
+        is_lost, lost_rows = remembered
         attn_output = affine_output(result, alpha.reciprocal(), -shift / alpha, visible)
-        attn_output[is_small] = small_rows
+        attn_output[is_lost] = lost_rows
         return attn_output
 
 

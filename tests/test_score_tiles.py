@@ -218,3 +218,29 @@ def test_channels_lie_as_they_came_in_outputs_and_gradients(variant):
     found = torch.autograd.grad(output, tokens, grad)
     wanted = torch.autograd.grad(expected, dense, grad)
     torch.testing.assert_close([rows.mT for rows in found], list(wanted))
+
+
+def test_vmap_over_scores_smaller_than_queries():
+    inner = lh.InnerAttention("off_by_one", embed_dim=2 * D, num_heads=2, head_dim=D)
+    qkv = torch.randn(3, 4, 1, 2, D - 2, D)
+    expected = torch.stack([inner(*parts) for parts in qkv.unbind(1)])
+    torch.testing.assert_close(torch.vmap(inner)(*qkv), expected)
+
+
+def test_a_sink_keeps_no_copy_of_the_bias_for_every_head():
+    """Beside the weights of keys and sink, the bias itself with what is forbidden in it."""
+    num_tokens, kept = 32, {}
+    inner = lh.InnerAttention("sink", embed_dim=H * D, num_heads=H)
+    leaves = [torch.randn(B, H, num_tokens, D, requires_grad=True) for _ in range(3)]
+    bias = torch.randn(B, 1, num_tokens, num_tokens, requires_grad=True)
+    given = {tensor.data_ptr() for tensor in (*leaves, bias)}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in given:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        inner(*leaves, attn_bias=bias)
+    one_matrix = 4 * B * H * num_tokens * num_tokens
+    assert sum(kept.values()) < 1.5 * one_matrix

@@ -64,13 +64,21 @@ def test_copies_share_weights_and_only_the_copy_is_converted():
 
 
 def test_what_misses_its_bar_is_marked():
-    row = {"throughput_min": 0.9, "throughput_max": 1.0, "rounds": 3}
+    row = {"interval": [0.9, 1.0], "rounds": 3}
     rows = {"quest": row | {"throughput": 0.94, "memory": 1.04},
             "affine": row | {"throughput": 0.94, "memory": 1.02}}  # fmt: skip
     record = {"threads": 2, "models": {"gpt2": {"rows": rows}}, "conversion_s": {"quest": 0.5}}
     lines = models.table(record).splitlines()
     assert lines[2].endswith("1.040   misses: throughput, memory")
     assert lines[3].endswith("1.020")
+
+
+@pytest.mark.parametrize(("high", "end"), [(1.01, "1.020"), (0.99, "1.020   misses: throughput")])
+def test_slower_than_an_unfused_stock_is_what_the_interval_shows(high, end):
+    """The median of two that are equally fast lies below one half of the time."""
+    rows = {"quest": {"throughput": 0.97, "interval": [0.95, high], "rounds": 9, "memory": 1.02}}
+    record = {"threads": 2, "models": {"swin": {"rows": rows}}, "conversion_s": {}}
+    assert models.table(record).splitlines()[2].endswith(end)
 
 
 def test_unknown_models_are_named(capsys):

@@ -223,7 +223,7 @@ def bar(model: str, variant: str) -> float | None:
 def table(record: dict[str, Any]) -> str:
     """Return the record as text: a line per model and variant, with what was asked of it."""
     lines = [f"training step, converted over stock, {record['threads']} threads"]
-    lines.append(f"{'model':8s} {'variant':16s} throughput (range)         bar  memory")
+    lines.append(f"{'model':8s} {'variant':16s} throughput (interval)       bar  memory")
     for model, measured in record["models"].items():
         for variant, row in measured["rows"].items():
             if "refused" in row:
@@ -231,19 +231,22 @@ def table(record: dict[str, Any]) -> str:
                 continue
             least = bar(model, variant)
             wanted = "  -" if least is None else f"{least:.2f}"
-            spread = f"({row['throughput_min']:.2f} .. {row['throughput_max']:.2f})"
+            low, high = row["interval"]
+            spread = f"({low:.2f} .. {high:.2f})"
             lines.append(
                 f"{model:8s} {variant:16s} {row['throughput']:5.3f} {spread:18s}"
-                f" {wanted:>4s}   {row['memory']:.3f}{_below(row, least)}"
+                f" {wanted:>4s}   {row['memory']:.3f}{_below(model, row, least)}"
             )
     lines.append(f"conversion of a ViT-L, at most {CONVERT_BAR_S} s:")
     lines += [f"  {name:24s} {value:.2f} s" for name, value in record["conversion_s"].items()]
     return "\n".join(lines)
 
 
-def _below(row: dict[str, Any], least: float | None) -> str:
+def _below(model: str, row: dict[str, Any], least: float | None) -> str:
+    # As fast as stock is a median on either side of one: slower is what the interval shows.
+    reached = row["interval"][1] if model in UNFUSED else row["throughput"]
     missed = {
-        "throughput": least is not None and row["throughput"] < least,
+        "throughput": least is not None and reached < least,
         "memory": row["memory"] > MEMORY_BAR,
     }
     words = [name for name, is_missed in missed.items() if is_missed]

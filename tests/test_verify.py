@@ -110,10 +110,8 @@ def test_an_attention_that_forgets_its_mask_is_found(monkeypatch):
     part = parts(model)[1].inner.weights
     part.set_state("alpha_mean", 0.9)
     whole = AttentionMask(11, 11, torch.device("cpu"))
-    mapped = type(part).mapped
-    monkeypatch.setattr(
-        part, "mapped", lambda value, mask, *rest: mapped(part, value, whole, *rest)
-    )
+    then = type(part).then
+    monkeypatch.setattr(part, "then", lambda value, mask, *rest: then(part, value, whole, *rest))
     assert "moved outputs before it" in failure_among(model, batch, "mask leak")
 
 

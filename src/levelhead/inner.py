@@ -311,7 +311,7 @@ class InnerAttention(nn.Module):
             if has_scores:
                 yield self.weights.terms(call.mask, *coefficients)
             else:
-                yield self.weights.mapped(value, call.mask, *coefficients)
+                yield self.weights.then(value, call.mask, *coefficients)
         for part in self.outputs():
             yield _then(part, hidden_states)
 

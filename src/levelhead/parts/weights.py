@@ -4,12 +4,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from levelhead.kernels_mapped import Mapped
+from levelhead.kernels_mapped import Mapped, Then
 from levelhead.parts.base import AttentionShape, Part
 from levelhead.score_tiles import AffineTerms
 from levelhead.shapes import at_least_float32, require, require_known
 from levelhead.stages.masks import AttentionMask
-from levelhead.stages.weights import AffineOutput, affine_weights, linear_clipping
+from levelhead.stages.weights import AffineOutput, affine_output, affine_weights, linear_clipping
 from levelhead.steps import StepState
 from levelhead.visible import visible_count, visible_mean, visible_sum
 
@@ -123,17 +123,26 @@ class Affine(StepState, Part):
         count = visible_count(mask).clamp_min(1) if self.counts_visible else mask.num_keys
         return AffineTerms(alpha, (mean - alpha) / count, mask.visible())
 
-    def mapped(self, value: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> Mapped:
+    def then(self, value: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> Then:
         """Return what scales and shifts the weights, on the output, without a T x S matrix."""
+        tensors = self._on_output(value, mask, alpha, mean)
+        if tensors[-1].shape[2] > 1:  # a sum for every query takes long to take off again
+            return lambda attn_output: affine_output(attn_output, *tensors)
+        return Mapped(AffineOutput(), tensors)
+
+    def _on_output(
+        self, value: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return alpha, the shift and the values it multiplies."""
         shift, mask = mean - alpha, mask.without_finite_bias()
         if mask.is_key_padding:
             visible, count = visible_sum(mask, value)
             divisor = count.clamp_min(1.0) if self.counts_visible else mask.num_keys
-            return Mapped(AffineOutput(), (alpha, shift / divisor, visible))
+            return alpha, shift / divisor, visible
         if not self.counts_visible:
             shift = shift * (visible_count(mask).to(shift.dtype) / mask.num_keys)
         visible = visible_mean(mask, value, alpha.shape[1])
-        return Mapped(AffineOutput(), (alpha, shift, visible))
+        return alpha, shift, visible
 
     def plain(
         self, attn_weights: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor

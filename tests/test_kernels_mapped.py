@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from levelhead import kernels_mapped
 from levelhead.fused import leave_fused
 from levelhead.inner import InnerAttention
 from levelhead.kernels_mapped import Mapped, find_mapped_kernel
@@ -17,6 +18,13 @@ from levelhead.stages.softmax import softmax_attention
 from levelhead.stages.weights import LEAST_ALPHA, AffineOutput
 
 B, H, T, D = 2, 4, 7, 5
+
+
+@pytest.fixture(autouse=True)
+def _no_size_is_too_small(monkeypatch):
+    monkeypatch.setattr(kernels_mapped, "LEAST_BYTES", 0)
+
+
 SCALE = 0.3
 
 
@@ -256,3 +264,11 @@ def test_expanded_values_of_a_fused_projection_are_not_copied():
     assert left[2] is value
     half = [rows.half() for rows in fused.transpose(1, 2).unbind(1)]
     assert leave_fused(half, [half[0] * 1, *half[1:]])[1] is half[1]
+
+
+def test_little_is_not_worth_a_kernel(monkeypatch):
+    monkeypatch.setattr(kernels_mapped, "LEAST_BYTES", B * H * T * D * 4 + 1)
+    qkv = leaves_of(torch.randn(3, B, H, T, D))
+    assert find_mapped_kernel(*qkv, None, 0.0) is None
+    monkeypatch.setattr(kernels_mapped, "LEAST_BYTES", B * H * T * D * 4)
+    assert find_mapped_kernel(*qkv, None, 0.0) is not None

@@ -16,6 +16,9 @@ from levelhead.kernels import Kernel, dense_rows, find_lse_kernel, refuse_second
 from levelhead.modes import is_forward_mode, is_plain
 from levelhead.shapes import at_least_float32, without_autocast
 
+LEAST_BYTES = 2**20
+"""Of the queries: undoing takes a dozen calls, which smaller outputs are not worth."""
+
 
 class OutputMap(Protocol):
     """A map of attention outputs that can be undone.
@@ -85,14 +88,16 @@ def find_mapped_kernel(
         dropout_p: Probability of dropping a weight.
 
     Returns:
-        A kernel in training on a CPU, in a dtype whose rows have all their digits; None with
-        dropout or a mask that learns, for a compiler and in forward mode.
+        A kernel in training on a CPU, in a dtype whose rows have all their digits; None
+        for little, with dropout or a mask that learns, for a compiler and in forward mode.
     """
     if torch.compiler.is_compiling() or is_forward_mode() or not torch.is_grad_enabled():
         return None
     if query.device.type != "cpu" or query.dtype != at_least_float32(query.dtype):
         return None
     if not is_plain(query, key, value, attn_mask):
+        return None
+    if query.numel() * query.element_size() < LEAST_BYTES:
         return None
     learns = any(rows.requires_grad for rows in (query, key, value))
     if not learns or dropout_p > 0 or (attn_mask is not None and attn_mask.requires_grad):

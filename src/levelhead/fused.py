@@ -14,8 +14,8 @@ def leave_fused(before: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tenso
 
     A fused projection writes queries, keys and values into one tensor, all of which lives for the
     backward pass as long as any part is kept. Where a norm or a rotation has made other rows of
-    its queries or keys, copies of the parts that stay free the whole. On a CPU, in
-    training and in full precision only; a compiler plans its own memory.
+    its queries or keys, copies of the parts that stay free the whole. On a CPU, in training and in
+    full precision only; a compiler plans its own memory.
 
     Args:
         before: Queries, keys and values as they were projected, in their order.

@@ -15,6 +15,10 @@ from levelhead.stages.score_matrix import (
 )
 from levelhead.stages.softmax import sink_attention, softmax_attention
 
+Rows = tuple[Tensor, Tensor, Tensor]
+KernelCall = tuple[Tensor | None, bool, float, float]
+"""Mask, whether it is causal, scale, probability of dropping a weight."""
+
 
 class Softmax(Part):
     """Weights that sum to one."""
@@ -40,8 +44,13 @@ class Softmax(Part):
         if self.builds_scores(query, key, mask):
             return self.by_scores(query, key, value, mask, scale, dropout_p, then)
         assert not isinstance(then, AffineTerms)
-        attn_mask, is_causal = mask.for_sdpa(query.dtype)
-        return softmax_attention(query, key, value, attn_mask, is_causal, scale, dropout_p, then)
+        call = (*mask.for_sdpa(query.dtype), scale, dropout_p)
+        return self.by_kernel((query, key, value), call, then)
+
+    def by_kernel(self, rows: Rows, call: KernelCall, then: Then | None) -> Tensor:
+        """Return the attention output by a fused kernel."""
+        attn_mask, is_causal, scale, dropout_p = call
+        return softmax_attention(*rows, attn_mask, is_causal, scale, dropout_p, then)
 
     def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
         """Say whether a call is faster through the matrix of scores than by a fused kernel."""
@@ -90,24 +99,8 @@ class OffByOne(Softmax):
     def builds_scores(self, query: Tensor, key: Tensor, mask: AttentionMask) -> bool:
         return super().builds_scores(query, key, mask) or is_smaller_than_queries(query, key)
 
-    def fused(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: AttentionMask,
-        scale: float,
-        dropout_p: float,
-        then: Then | AffineTerms | None = None,
-    ) -> Tensor:
-        if self.builds_scores(query, key, mask):
-            return self.by_scores(query, key, value, mask, scale, dropout_p, then)
-        assert not isinstance(then, AffineTerms)
-        sink = self.sink_score(query)
-        attn_mask, is_causal = mask.for_sdpa(query.dtype)
-        attn_output = sink_attention(
-            query, key, value, sink, attn_mask, is_causal, scale, dropout_p
-        )
+    def by_kernel(self, rows: Rows, call: KernelCall, then: Then | None) -> Tensor:
+        attn_output = sink_attention(*rows, self.sink_score(rows[0]), *call)
         return attn_output if then is None else then(attn_output)
 
     def plain(self, scores: Tensor, extra_score: Tensor | None) -> Tensor:

@@ -73,14 +73,6 @@ def test_what_misses_its_bar_is_marked():
     assert lines[3].endswith("1.020")
 
 
-@pytest.mark.parametrize(("high", "end"), [(1.01, "1.020"), (0.99, "1.020   misses: throughput")])
-def test_slower_than_an_unfused_stock_is_what_the_interval_shows(high, end):
-    """The median of two that are equally fast lies below one half of the time."""
-    rows = {"quest": {"throughput": 0.97, "interval": [0.95, high], "rounds": 9, "memory": 1.02}}
-    record = {"threads": 2, "models": {"swin": {"rows": rows}}, "conversion_s": {}}
-    assert models.table(record).splitlines()[2].endswith(end)
-
-
 def test_unknown_models_are_named(capsys):
     with pytest.raises(SystemExit):
         main(["--models", "alexnet"])

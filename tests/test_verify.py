@@ -1,5 +1,7 @@
 """The self-check passes for what is right, and each check fails for what it is there for."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -279,6 +281,17 @@ def test_a_stock_model_is_refused():
     model = HOSTS["gpt2"].build()
     with pytest.raises(ValueError, match=r"needs a model converted.*2 attentions are all stock"):
         verify(model, HOSTS["gpt2"].batch())
+
+
+@pytest.mark.parametrize("size", [(0, 7), (1, 0)])
+def test_an_empty_batch_is_refused(size):
+    model, _ = converted("gpt2", "quest")
+    ids = torch.zeros(size, dtype=torch.long)
+    rule = "at least one sample of at least one token.*'input_ids' is empty: "
+    with pytest.raises(ValueError, match=rule + re.escape(f"Tensor{list(size)}")):
+        verify(model, {"input_ids": ids})
+    with pytest.raises(ValueError, match=r"argument 0 is empty"):
+        verify(model, ids)
 
 
 def test_half_a_model_is_checked_where_it_is_converted():

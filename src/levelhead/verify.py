@@ -12,6 +12,7 @@ from levelhead.sites.find import find_attention
 from levelhead.sites.host import installed_in
 from levelhead.sites.reading import Reader
 from levelhead.store_checksum import checksum
+from levelhead.verify_batch import require_tokens
 from levelhead.verify_checks import (
     check_cache,
     check_leak,
@@ -60,7 +61,7 @@ def verify(
         The table; print it.
 
     Raises:
-        ValueError: The model is not converted.
+        ValueError: The model is not converted, or the batch is empty.
         VerificationError: A check failed; it holds the table.
 
     Example:
@@ -76,6 +77,7 @@ def verify(
         bool(sites), "verify needs a model converted by levelhead.convert",
         f"a {type(model).__name__} whose {len(found)} attentions are all stock",
     )  # fmt: skip
+    require_tokens(batch)
     before = checksum(model.state_dict())
     with _evaluating(model):
         options = {"readers": readers, "ignore": ignore}

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from levelhead.shapes import describe, require
+
 SEQUENCES = (
     "decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds", "hidden_states",
     "tgt", "src", "query",
@@ -33,6 +35,28 @@ def run(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def require_tokens(batch: Any) -> None:
+    """Refuse a batch in which nothing can be changed and seen to move.
+
+    Args:
+        batch: Any batch.
+
+    Raises:
+        ValueError: A tensor of it is empty.
+    """
+    if isinstance(batch, Mapping):
+        tensors = dict(batch)
+    else:
+        tensors = dict(enumerate(batch if isinstance(batch, tuple | list) else [batch]))
+    for name, tensor in tensors.items():
+        is_empty = isinstance(tensor, Tensor) and tensor.numel() == 0
+        what = f"{name!r}" if isinstance(name, str) else f"argument {name}"
+        require(
+            not is_empty, "verify needs a batch of at least one sample of at least one token",
+            f"{what} is empty: {describe(tensor)}" if is_empty else "",
+        )  # fmt: skip
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -12,11 +12,12 @@ from torch import nn
 
 from hosts import HOSTS, run
 from levelhead.attention import Attention
-from levelhead.convert import convert
+from levelhead.convert import convert, restore
 from levelhead.init.blocks import split_heads
 from levelhead.init.table import INITIALIZERS, initializers
 from levelhead.initialize import initialize_
 from levelhead.sites.find import find_attention
+from levelhead.verify_batch import tensors_in
 
 PER_SITE = [name for name, info in INITIALIZERS.items() if not info.whole_model]
 FRESH = [name for name in PER_SITE if name != "default"]
@@ -483,6 +484,38 @@ def test_mimetic_needs_an_output_projection():
     site_without_output = HOSTS["bert"].build().encoder.layer[0].attention.self
     with pytest.raises(ValueError, match="needs an output projection.*valid: conditioned"):
         initialize_(site_without_output, "mimetic")
+
+
+@pytest.mark.parametrize("variant", ["affine", "gate", "affine + gate"])
+@pytest.mark.parametrize("initializer", FRESH)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "timm_vit", "timm_vit_norms"])
+def test_converting_first_or_last_is_the_same(name, initializer, variant):
+    """Where a factor on o, or on v, makes up for a neutral start."""
+    first, last = HOSTS[name].build().eval(), HOSTS[name].build().eval()
+    last.load_state_dict(first.state_dict())
+    convert(first, variant, start="preserve")
+    report = initialize_(first, initializer, generator=seeded())
+    expected = initialize_(last, initializer, generator=seeded())
+    assert str(report) == str(expected)
+    stock = matrices(last)
+    convert(last, variant, start="preserve")
+    assert_same(matrices(first), matrices(last))
+    batch = HOSTS[name].batch()
+    one, other = (next(tensors_in(run(model, batch))) for model in (first, last))
+    assert torch.equal(one, other)
+    restore(first)
+    assert_same(matrices(first), stock)
+
+
+def test_weights_of_a_converted_teacher_bring_their_factor_along():
+    teacher, stock = HOSTS["gpt2"].build(), HOSTS["gpt2"].build()
+    student = copy.deepcopy(stock)
+    initialize_(stock, "weight_selection", teacher=teacher)
+    for model in (student, teacher):
+        convert(model, "affine + gate", start="preserve")
+    initialize_(student, "weight_selection", teacher=teacher)
+    restore(student)
+    assert_same(matrices(student), matrices(stock))
 
 
 def test_the_table_describes_every_initialiser():

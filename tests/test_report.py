@@ -517,7 +517,8 @@ def test_an_unfinished_run_shows_its_curves_and_says_so(run_copy):
 def test_a_diverged_seed_is_marked(run_copy):
     lines = (run_copy / "cells.jsonl").read_text().splitlines()
     cell = json.loads(lines[0])
-    cell |= {"diverged_step": 4, "final": None, "evaluations": []}
+    lost = {name: "nan" for name in cell["evaluations"][0]} | {"step": 3}
+    cell |= {"diverged_step": 4, "final": None, "evaluations": [lost]}
     cell["curve"] = {key: values[:3] for key, values in cell["curve"].items()}
     (run_copy / "cells.jsonl").write_text("\n".join([json.dumps(cell), *lines[1:], ""]))
     page = Page(render_run(run_copy))

@@ -1,5 +1,7 @@
 """Where a converted attention starts: at the host's function where that is possible."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +9,7 @@ from torch import nn
 
 from levelhead.parts.normalisers import Sink
 from levelhead.shapes import require
-from levelhead.sites.host import Installed
+from levelhead.sites.host import Installed, installed_in
 from levelhead.sites.layout import Stored
 from levelhead.sites.sites import AttentionSite
 from levelhead.variants import VARIANTS
@@ -126,3 +128,25 @@ def multiply(stored: list[Stored], factor: float) -> None:
     for each in stored:
         rows = each.rows(each.parameter)
         rows.mul_(factor)
+
+
+@contextmanager
+def without_factor(site: AttentionSite) -> Iterator[None]:
+    """Divide a factor that makes up for a neutral start out of the host, and put it back.
+
+    What is read or written meanwhile is what the host computes with, so that it may as well
+    have been written before the conversion.
+
+    Args:
+        site: Converted or not.
+    """
+    installed = installed_in(site.module)
+    if installed is None or not installed.factor_on:
+        yield
+        return
+    stored = factored(site, installed.factor_on)
+    multiply(stored, 1 / installed.factor)
+    try:
+        yield
+    finally:
+        multiply(stored, installed.factor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from levelhead.convert_start import without_factor
 from levelhead.effects import SiteEffects, attention_effects
 from levelhead.init.blocks import require_data
 from levelhead.init.promises import AttentionFacts, attention_facts
@@ -51,7 +52,9 @@ def initialize_(
     every layout, dtype and device (mimetic in float64 or on another device: matrices of the same
     law, because eigenvectors have no sign of their own). Call it once the weights exist: after
     ``from_pretrained``, ``to_empty`` and every ``reset_parameters``. What a variant keeps of its
-    initial weights (sigma_reparam, the svd form of spectral) is taken anew. Sharded parameters are
+    initial weights (sigma_reparam, the svd form of spectral) is taken anew, and a factor by which
+    ``convert`` made up for a neutral start stays beside it: converting first or last is the same.
+    Sharded parameters are
     gathered one attention at a time and end up as shards of one whole matrix, rank 0's. Weights
     that several attentions share are initialised once.
 
@@ -122,7 +125,7 @@ def _run_sites(job: Job) -> Rows:
             matrices += [replace(row, site=site.name, status=tied) for row in first]
             continue
         done[weights] = site.name
-        with whole_parameters(_owners(site)):
+        with whole_parameters(_owners(site)), without_factor(site):
             rows = _run_site(job, site)
         matrices += rows[0]
         products += rows[1]

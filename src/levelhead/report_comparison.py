@@ -264,7 +264,8 @@ def _loss_series(label: str, cells: list[dict[str, Any]]) -> dict[str, Any]:
 def _evaluation_series(label: str, cells: list[dict[str, Any]], key: str) -> dict[str, Any]:
     curves = []
     for cell in cells:
-        curve = [(point["step"], point[key]) for point in cell.get("evaluations", [])]
+        points = ((point["step"], point[key]) for point in cell.get("evaluations", []))
+        curve = [(step, value) for step, value in points if not isinstance(value, str)]  # "nan"
         last = cell["curve"]["step"][-1:]
         if cell.get("final") and key in cell["final"] and last:
             curve += [(last[0], cell["final"][key])]

@@ -181,7 +181,9 @@ def lies_in_columns(rows: Float[Tensor, "B H N D"]) -> bool:
     return rows.stride(2) == 1 and rows.stride(3) != 1
 
 
-def _cuts(stop: int, size: int) -> Iterator[slice]:
+def _cuts(stop: int, most: int) -> Iterator[slice]:
+    """Yield cuts of about one size, the first a largest, so that none leaves threads idle."""
+    size = math.ceil(stop / math.ceil(stop / most))
     return (slice(first, min(first + size, stop)) for first in range(0, stop, size))
 
 

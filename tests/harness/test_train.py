@@ -1,5 +1,6 @@
 """Runs pair: same start, same batches, the same numbers every time; and training trains."""
 
+import json
 import math
 
 import pytest
@@ -133,6 +134,25 @@ def test_divergence_ends_the_training_and_is_recorded_not_hidden():
     assert record["final"] is None
     assert 1 < record["diverged_step"] <= 6
     assert all(math.isfinite(loss) for loss in record["curve"]["train_loss_nats"])
+
+
+@pytest.mark.parametrize(("broken_call", "step"), [(1, 2), (3, 6)])
+def test_an_evaluation_that_is_not_finite_is_a_divergence(broken_call, step, monkeypatch):
+    """Evaluations of six steps: after 2 and 4, and the last one."""
+    task = tiny_task()
+    results = iter(range(1, 9))
+    evaluate = task.evaluate
+
+    def breaks(model):
+        found = evaluate(model)
+        return found | {"loss_nats": math.nan} if next(results) == broken_call else found
+
+    monkeypatch.setattr(task, "evaluate", breaks)
+    record = train_cell(task, cell())
+    assert record["final"] is None
+    assert record["diverged_step"] == step
+    assert [each["step"] for each in record["evaluations"]] == [2, 4][: broken_call - 1]
+    json.dumps(record, allow_nan=False)
 
 
 def test_a_loss_that_is_not_finite_moves_nothing():

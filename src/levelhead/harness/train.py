@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ def train_cell(task: Task, cell: Cell, on_step: OnStep = lambda: None) -> dict[s
     with one_thread():
         curves, diverged_step = _train(task, model, cell.seed, on_step)
         final = None if diverged_step else task.evaluate(model)
+        if final is not None and not are_finite(final):
+            final, diverged_step = None, task.settings.steps
     return record | {
         "final": final,
         "diverged_step": diverged_step,
@@ -188,6 +190,15 @@ def _largest_share(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> fl
     return (sizes.amax(-1) / sizes.sum(-1).clamp_min(torch.finfo(sizes.dtype).tiny)).mean().item()
 
 
+def are_finite(metrics: Mapping[str, float]) -> bool:
+    """Say whether an evaluation came to numbers; a training that has lost them has diverged.
+
+    Args:
+        metrics: Name to value.
+    """
+    return all(math.isfinite(value) for value in metrics.values())
+
+
 def _train(
     task: Task, model: nn.Module, seed: int, on_step: OnStep
 ) -> tuple[dict[str, Any], int | None]:
@@ -212,6 +223,9 @@ def _train(
                 curve["step"].append(step)
                 curve["train_loss_nats"].append(round(loss, 6))
             if step % evaluate_every == 0 and step < settings.steps:
-                evaluations.append({"step": step, **task.evaluate(model)})
+                found = task.evaluate(model)
+                if not are_finite(found):
+                    return {"curve": curve, "evaluations": evaluations}, step
+                evaluations.append({"step": step, **found})
             on_step()
     return {"curve": curve, "evaluations": evaluations}, None

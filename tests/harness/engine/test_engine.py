@@ -106,6 +106,25 @@ def test_a_loss_that_is_not_finite_ends_the_training_and_moves_nothing(tmp_path)
     assert any(event.get("kind") == "nonfinite_loss" for event in alerts)
 
 
+@pytest.mark.parametrize("step", [2, 8])
+def test_an_evaluation_that_is_not_finite_ends_it_as_well(tmp_path, step):
+    class Broken(TinyText):
+        def evaluate(self, model):
+            found = super().evaluate(model)
+            done = len(calls) + 1
+            calls.append(done)
+            return found | {"loss_nats": math.nan} if done == (1 if step == 2 else 4) else found
+
+    calls = []
+    record, said = quick(tmp_path / "run", Broken())
+    assert record["diverged_step"] == step
+    assert record["final"] is None
+    which = "the last" if step == 8 else "an"
+    words = f"{which} evaluation gave loss_nats nan at step {step}: the training ends here"
+    assert ("note", {"text": words}) in said
+    assert [each["step"] for each in record["evaluations"]] == ([2, 4, 6] if step == 8 else [])
+
+
 def test_bfloat16_computes_in_it_and_keeps_float32_weights(tmp_path):
     seen = set()
 

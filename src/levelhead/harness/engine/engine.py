@@ -42,7 +42,7 @@ from levelhead.harness.engine.training import ModelInTraining, StepResult
 from levelhead.harness.runs import RunFolder
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task
-from levelhead.harness.train import concentration, start_model
+from levelhead.harness.train import are_finite, concentration, start_model
 from levelhead.monitor import Monitor
 from levelhead.monitor_writers import JsonlWriter
 
@@ -202,10 +202,14 @@ class _Engine:
             self.step = step
             self._tell(result, interval)
             if not math.isfinite(result.loss):
-                self._diverge(result)
+                self._diverge(f"the loss was {result.loss}")
+                self._alarm(result.loss)
                 return
             if step % self.evaluate_every == 0 and step < settings.steps:
-                self._evaluate()
+                found = self._evaluate()
+                if not are_finite(found):
+                    self._diverge(f"an evaluation gave {_shown(found)}")
+                    return
             is_due = step % self.save_every == 0 or step == settings.steps
             interval.add_to(self.times)
             is_saved = (is_due or result.wants_stop) and self._save()
@@ -234,11 +238,13 @@ class _Engine:
             numbers = {f"{kind}{k}": v for k, v in values.items() if v is not None}
             self.accelerator.log(numbers, step=self.step)
 
-    def _diverge(self, result: StepResult) -> None:
+    def _diverge(self, why: str) -> None:
         self.diverged_step = self.step
-        self.note(f"the loss was {result.loss} at step {self.step}: the training ends here")
+        self.note(f"{why} at step {self.step}: the training ends here")
+
+    def _alarm(self, loss: float) -> None:
         if self.training.monitor is not None:
-            self.training.monitor.note(loss=result.loss)
+            self.training.monitor.note(loss=loss)
             self.training.monitor.end_step()
 
     def _evaluate(self) -> dict[str, float]:
@@ -281,6 +287,9 @@ class _Engine:
 
     def _finish(self) -> dict[str, Any]:
         final = None if self.diverged_step else self._evaluate()
+        if final is not None and not are_finite(final):
+            self._diverge(f"the last evaluation gave {_shown(final)}")
+            final = None
         record = {
             **self.cell.model_dump(),
             "num_params": num_parameters(self.training.module),
@@ -309,3 +318,8 @@ class _Engine:
         """Add an event to the log of the first process, once it is open."""
         if self.log is not None:
             self.log.write({"event": event, **values})
+
+
+def _shown(metrics: Mapping[str, float]) -> str:
+    lost = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+    return ", ".join(f"{name} {value}" for name, value in lost.items())

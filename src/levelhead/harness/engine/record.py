@@ -31,7 +31,9 @@ def curves(path: Path, num_steps: int) -> dict[str, Any]:
     evaluations = [
         {name: value for name, value in event.items() if name != "event"}
         for event in events
-        if event["event"] == "evaluation" and event["step"] < num_steps
+        if event["event"] == "evaluation"
+        and event["step"] < num_steps
+        and not any(isinstance(value, str) for name, value in event.items() if name != "event")
     ]
     curve = {
         "step": [point["step"] for point in points],

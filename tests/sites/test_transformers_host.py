@@ -217,6 +217,40 @@ def test_a_part_of_a_model_can_be_converted_alone():
     assert model.config.text_config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("name", ["gpt2", "clip", "nystromformer"])
+def test_models_of_one_configuration_are_converted_apart(name, tmp_path):
+    first, batch = HOSTS[name].build(), HOSTS[name].batch()
+    second = type(first)(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    assert second.config is first.config
+    before = first.config.to_dict()
+    stock = outputs(first, batch)
+    lh.convert(first, "precondition")
+    assert second.config.to_dict() == before
+    assert worst(outputs(second, batch), stock) == 0
+    alone = outputs(first, batch)
+    assert worst(alone, stock) > 0
+    lh.convert(second, "gate", start="paper")
+    assert worst(outputs(first, batch), alone) == 0
+    lh.save(first, tmp_path)
+    assert worst(outputs(lh.load(tmp_path).eval(), batch), alone) == 0
+    lh.restore(first)
+    assert worst(outputs(first, batch), stock) == 0
+    assert worst(outputs(second, batch), stock) > 0
+    lh.restore(second)
+    assert second.config.to_dict() == before
+
+
+def test_restoring_a_model_whose_part_was_converted_leaves_no_hook():
+    model, batch = HOSTS["gpt2"].build(), HOSTS["gpt2"].batch()
+    stock = outputs(model, batch)
+    lh.convert(model.transformer, "quest")
+    assert worst(outputs(model, batch), stock) > 0
+    lh.restore(model)
+    assert worst(outputs(model, batch), stock) == 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_old_transformers_without_mask_functions_are_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.masking_utils", None)
     model, batch = HOSTS["llama"].build(), HOSTS["llama"].batch()

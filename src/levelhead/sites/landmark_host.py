@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from levelhead.parts.scores import UnscaledNorm
 from levelhead.sites.host import Host, Installed, installed_in
-from levelhead.sites.saved_config import mark_initialized, remove_saved, write_saved
+from levelhead.sites.saved_config import (
+    mark_initialized,
+    own_configurations,
+    remove_saved,
+    write_saved,
+)
 from levelhead.sites.sites import AttentionSite
 from levelhead.variants import Variant
 
@@ -43,6 +48,7 @@ class LandmarkHost(Host):
 
     def enter(self, model: nn.Module, sites: Sequence[AttentionSite], variant: Variant) -> None:
         """Leave a name in the configuration that no registry knows."""
+        own_configurations(model)
         converted = [site for site in sites if installed_in(site.module) is not None]
         before = getattr(getattr(model, "config", None), "_attn_implementation", None)
         write_saved(model, f"levelhead:{variant} by landmarks", variant, converted, before)

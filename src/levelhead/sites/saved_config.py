@@ -6,6 +6,8 @@ the name, and ``levelhead`` tells ``levelhead.from_pretrained`` what to build. `
 draws every layer anew that is not marked.
 """
 
+import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,3 +64,43 @@ def remove_saved(model: nn.Module) -> None:
     if config is not None:
         for key in SAVED:
             vars(config).pop(key, None)
+
+
+def own_configurations(model: nn.Module) -> None:
+    """Replace every configuration by a copy, in a model and in the one it is a part of.
+
+    Models built from one configuration hold the same object: what is written into it for one of
+    them would turn the others as well.
+
+    Args:
+        model: The model that is converted. What was one object is one copy.
+    """
+    from transformers import PretrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in _outermost(model).modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PretrainedConfig):
+                setattr(module, name, copy.deepcopy(value, copies))
+
+
+def _outermost(model: nn.Module) -> nn.Module:
+    """Return the largest model of transformers that holds a model, or the model itself.
+
+    A module does not know what holds it; the live ones are looked through.
+    """
+    from transformers import PreTrainedModel
+
+    holders: dict[int, list[nn.Module]] = {}
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module):
+            for child in vars(each).get("_modules", {}).values():
+                holders.setdefault(id(child), []).append(each)
+    found, new = [model], [model]
+    while new:
+        known = {id(module) for module in found}
+        above = {id(h): h for module in new for h in holders.get(id(module), ())}
+        new = [holder for key, holder in above.items() if key not in known]
+        found += new
+    models = [model, *(each for each in found if isinstance(each, PreTrainedModel))]
+    return max(models, key=lambda each: sum(1 for _ in each.modules()))

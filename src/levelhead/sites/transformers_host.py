@@ -10,7 +10,12 @@ from levelhead.shapes import require
 from levelhead.sites.build import build_installed
 from levelhead.sites.host import CHILD, LEFT_ALONE, Host, Installed, installed_in
 from levelhead.sites.packing import keep_documents_apart
-from levelhead.sites.saved_config import mark_initialized, remove_saved, write_saved
+from levelhead.sites.saved_config import (
+    mark_initialized,
+    own_configurations,
+    remove_saved,
+    write_saved,
+)
 from levelhead.sites.sites import AttentionSite
 from levelhead.sites.transformers_call import HIDDEN_STATES
 from levelhead.sites.transformers_names import register_converted
@@ -52,7 +57,8 @@ class TransformersHost(Host):
         super().uninstall(site)
 
     def enter(self, model: nn.Module, sites: Sequence[AttentionSite], variant: Variant) -> None:
-        """Name the implementation in the configurations, and read it back."""
+        """Name the implementation in the model's own configurations, and read it back."""
+        own_configurations(model)
         converted = [site for site in sites if installed_in(site.module) is not None]
         is_whole = len(converted) == len(sites)
         layers = None if is_whole else tuple(site.layer_idx for site in converted)
@@ -98,7 +104,8 @@ class TransformersHost(Host):
                 root: Any = model.config
                 root._attn_implementation_internal = installed.undo[ROOT]
         remove_saved(model)
-        _remove_hook(model, keep_documents_apart)
+        for module in model.modules():  # conversion may have begun at one further in
+            _remove_hook(module, keep_documents_apart)
 
 
 def hand_on_hidden_states(

@@ -3,8 +3,10 @@
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -413,6 +415,14 @@ def test_a_report_that_has_no_folder_is_refused_before_the_work(tmp_path, capsys
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "--out must be a file in a folder that exists" in captured.err
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that takes no file")
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(capsys):
+    assert cli.main(["diagnose", "test_diagnose:healthy", "--out", "/proc/report.html"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"levelhead: .*: /proc/report.html\n", captured.err)
 
 
 def test_a_name_that_cannot_be_downloaded_is_one_line(capsys, monkeypatch):

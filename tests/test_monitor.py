@@ -591,8 +591,56 @@ def test_two_processes_reduce_twice_a_measured_step_and_agree(how, tmp_path, fre
         assert value == pytest.approx(monitor.latest[name], abs=1e-5, rel=1e-4), name
 
 
+def test_a_loss_that_was_noted_counts_instead_of_the_one_that_was_seen(path):
+    model = HOSTS["gpt2"].build().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen, noted = [], []
+    with Monitor(model, every=1, jsonl=path) as monitor:
+        for is_noted in (False, True, True, False):
+            for _ in range(2):
+                ids = tokens()["input_ids"]
+                loss = model(input_ids=ids, labels=ids).loss
+                if is_noted:
+                    loss = (loss + 10) / 2
+                    monitor.note(loss=loss)
+                loss.backward()
+                noted.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(monitor.latest["train/loss"])
+    expected = [sum(pair) / 2 for pair in zip(noted[::2], noted[1::2], strict=True)]
+    assert seen == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_optimizer_in_the_backward_pass_is_refused_with_the_way_out(net, path):
+    optimizers = {p: torch.optim.SGD([p], lr=1e-3) for p in net.parameters()}
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, own=optimizer: own.step())
+    rule = "optimiser that steps after the backward pass, got SGD, which steps within it"
+    with Monitor(net, jsonl=path), pytest.raises(ValueError, match=rule):
+        net(states()).backward()
+    with Monitor(net, every=1, jsonl=path, auto_step=False) as monitor:
+        net.zero_grad()
+        net(states()).backward()
+        monitor.end_step()
+    whole = torch.cat([p.grad.flatten() for p in net.parameters()]).norm()
+    assert monitor.latest["train/grad_norm"] == pytest.approx(whole.item(), rel=1e-5)
+
+
+def test_a_frozen_model_counts_the_steps_of_what_is_trained_on_top(net, path):
+    head = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(head.parameters(), lr=1e-3)
+    net.requires_grad_(False)
+    with Monitor(net, every=1, jsonl=path) as monitor:
+        for step in range(3):
+            head(net(states(step))[None]).sum().backward()
+            optimizer.step()
+    assert monitor.measured_steps == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("options", "words"), [
     ({"every": 0}, "every must be at least 1"),
+    ({"every": 2.5}, "every must be a whole number, got every=2.5"),
     ({"metrics": ("entropy",)}, "unknown metric 'entropy'; known: entropy_nats"),
     ({"writer": 3}, "writer must be a function"),
 ])  # fmt: skip

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -54,10 +55,9 @@ def diagnose(
     """
     from levelhead.diagnose import diagnose as diagnose_model
     from levelhead.diagnose_command_models import load_named
-    from levelhead.shapes import require
 
-    exists = out is None or out.absolute().parent.is_dir()
-    require(exists, "--out must be a file in a folder that exists", str(out))
+    if out is not None:
+        _check_out(out)
     loaded = load_named(model, data, random_weights)
     diagnosis = diagnose_model(
         loaded.model,
@@ -80,3 +80,16 @@ def diagnose(
     refused = any(reason.startswith("the forward") for reason in diagnosis.meta["not_measured"])
     if diagnosis.is_severe or refused:
         sys.exit(FAILED if diagnosis.is_severe else BAD_INPUT)
+
+
+def _check_out(out: Path) -> None:
+    """Find now, and not when all is measured, that a report cannot be written."""
+    from levelhead.shapes import require
+
+    folder = out.absolute().parent
+    require(folder.is_dir(), "--out must be a file in a folder that exists", str(out))
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(out)) from error

@@ -54,7 +54,8 @@ class Monitor:
         readers: As in ``find_attention``.
 
     Raises:
-        ValueError: No attention, an unknown metric, or a number out of range.
+        ValueError: No attention, an unknown metric, or a number out of range; later, an optimiser
+            that steps within the backward pass, where gradients are not whole.
 
     Example:
         >>> import torch, levelhead as lh, tempfile, pathlib
@@ -84,6 +85,7 @@ class Monitor:
         auto_step: bool = True,
         readers: Sequence[Reader] = (),
     ):
+        require(isinstance(every, int), "every must be a whole number", f"every={every!r}")
         require(every >= 1, "every must be at least 1", f"every={every}")
         for metric in metrics:
             require_known("metric", metric, MEASURES)
@@ -103,6 +105,7 @@ class Monitor:
         self._write, self._jsonl_path, self._on_alert = as_writer(writer), Path(jsonl), on_alert
         self._jsonl: JsonlWriter | None = None
         self._noted: dict[str, list[float]] = {"loss": [], "grad_norm": []}
+        self._seen_losses: list[float] = []
         self._measure_next = self._is_probing = self._has_run = self._is_alarmed = False
         self._own_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._probe: Any = torch.compiler.disable(self._run_again)
@@ -140,7 +143,8 @@ class Monitor:
         """Hand over what only the training loop knows, before the optimiser steps.
 
         Args:
-            loss: The raw loss; several of one step (micro-batches) are averaged.
+            loss: The raw loss; several of one step (micro-batches) are averaged. Without it that
+                of a transformers model called with labels is taken.
             grad_norm: The norm before clipping, as ``clip_grad_norm_`` returns it. Without it the
                 norm of the gradients is taken at each measured step, after any clipping.
         """
@@ -151,7 +155,8 @@ class Monitor:
     @torch.no_grad()
     def end_step(self) -> None:
         """End the step: reduce, write and judge what was measured, then start anew."""
-        noted = {name: sum(v) / len(v) for name, v in self._noted.items() if v}
+        noted = self._noted | {"loss": self._noted["loss"] or self._seen_losses}
+        noted = {name: sum(values) / len(values) for name, values in noted.items() if values}
         alerts = list(self.watch.of_curves(self.step, noted))
         self._is_alarmed |= self.watch.is_alarmed
         was_due = self.is_due
@@ -163,7 +168,7 @@ class Monitor:
         agree = was_due or num_processes() == 1
         self._measure_next = self._is_alarmed and agree
         self._is_alarmed, self._has_run = self._is_alarmed and not agree, False
-        self._noted = {"loss": [], "grad_norm": []}
+        self._noted, self._seen_losses = {"loss": [], "grad_norm": []}, []
         if was_due:  # in between nothing was added
             self.sums.reset()
         self.step += 1
@@ -232,7 +237,7 @@ class Monitor:
             self._capturing.close()
             loss = _loss_of(output)
             if loss is not None and self._has_run and torch.is_grad_enabled():
-                self.note(loss=loss)
+                self._seen_losses.append(_number(loss))
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a batch once more, eagerly, to measure what compiled code does not show."""
@@ -252,15 +257,26 @@ class Monitor:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """End the step at the first optimiser of the model that steps after a forward."""
         if self._has_run and self._is_own(optimizer):
+            require(
+                torch._C._current_graph_task_id() == -1,
+                "auto_step needs an optimiser that steps after the backward pass",
+                f"{type(optimizer).__name__}, which steps within it",
+                "Monitor(..., auto_step=False), and end_step() after each step",
+            )
             self.end_step()
 
     def _is_own(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimiser moves parameters of the model; asked once of those that do."""
+        """Whether an optimiser moves parameters of the model; asked once of those that do.
+
+        A frozen model belongs to whatever is trained on top of it.
+        """
         if optimizer in self._own_optimizers:
             return True
-        own = {id(parameter) for parameter in self.model.parameters()}
+        own = list(self.model.parameters())
+        ids = {id(parameter) for parameter in own}
         groups = optimizer.param_groups
-        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        moves = any(id(parameter) in ids for group in groups for parameter in group["params"])
+        if not moves and any(parameter.requires_grad for parameter in own):
             return False
         self._own_optimizers.add(optimizer)
         return True

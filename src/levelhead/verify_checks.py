@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -151,9 +151,10 @@ def check_leak(subject: Subject) -> Check:
     last = tokens.num_tokens - 1
     reached = []
     for position in sorted({last, last // 2 + 1}):
-        moved, moved_in_stock = (
-            _moved(model, tokens, position) for model in (subject.model, subject.stock)
-        )
+        moved = _moved(subject.model, tokens, position, STILL)
+        # Of stock every bit counts: what lies a little above the threshold in the one and a
+        # little below it in the other is no leak.
+        moved_in_stock = _moved(subject.stock, tokens, position, dict.fromkeys(STILL, 0.0))
         if not moved.any():
             return Check(name, FAILED, f"changing token {position} moved no output at all")
         early = moved[..., :position].any(dim=0).nonzero().flatten().tolist()
@@ -170,22 +171,19 @@ def check_leak(subject: Subject) -> Check:
     return Check(name, PASSED, f"changed tokens {', '.join(reached)}: {rule}")
 
 
-def _moved(model: nn.Module, tokens: Tokens, position: int) -> Tensor:
+def _moved(
+    model: nn.Module, tokens: Tokens, position: int, still: Mapping[torch.dtype, float]
+) -> Tensor:
+    """Which output positions move, ``[B, T]``, when the token at a position changes."""
     where = torch.zeros(tokens.num_tokens, dtype=torch.bool, device=tokens.tensor.device)
     where[position] = True
-    return _moved_by(model, tokens, where)
-
-
-def _moved_by(model: nn.Module, tokens: Tokens, where: Tensor) -> Tensor:
-    """Which output positions move, ``[B, T]``, when tokens at some positions change."""
     before, after = (
         tokens.positions_of(run(model, batch)) for batch in (tokens.batch, tokens.changed(where))
     )
     assert before is not None
     assert after is not None
-    still = STILL[before.dtype] * before.abs().max()
     difference = (after - before).abs().flatten(2).amax(dim=-1)
-    return ~(difference <= still)
+    return ~(difference <= still[before.dtype] * before.abs().max())
 
 
 def check_padding(subject: Subject) -> Check:

@@ -12,7 +12,7 @@ from levelhead.sites.sites import AttentionSite
 from levelhead.verify_batch import run
 from levelhead.verify_nudge import nudged, nudged_parameters
 from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check
-from levelhead.verify_subject import STILL, Subject, distance
+from levelhead.verify_subject import UNSEEN, Subject, distance
 
 NUDGES = (1.0, 1e3)
 """Sizes of noise, relative to what it is added to; the next is tried where one moves nothing."""
@@ -80,7 +80,7 @@ def _moves(subject: Subject, module: nn.Module, before: Any) -> bool:
 def _movement(found: Any, expected: Any) -> float:
     """Return the distance over what counts as standing still; inf where numbers overflowed."""
     difference, dtype = distance(found, expected)
-    return difference / STILL[dtype]
+    return difference / UNSEEN[dtype]
 
 
 def _ends_in_zeros(site: AttentionSite) -> bool:

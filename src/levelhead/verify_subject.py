@@ -25,6 +25,9 @@ STILL = {
     torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3,
 }  # fmt: skip
 """Largest difference, likewise, that counts as "did not move"."""
+UNSEEN = STILL | {torch.bfloat16: 1e-5, torch.float16: 1e-5}
+"""The same where the question is whether anything arrives at all: what is off the path moves no
+bit, and in half precision what is on it may move only a few."""
 
 
 @dataclass

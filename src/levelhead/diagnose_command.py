@@ -83,7 +83,12 @@ def diagnose(
 
 
 def _check_out(out: Path) -> None:
-    """Find now, and not when all is measured, that a report cannot be written."""
+    """Find now, and not when all is measured, that a report cannot be written.
+
+    Raises:
+        ValueError: Its folder is not there.
+        OSError: Its folder takes no file.
+    """
     from levelhead.shapes import require
 
     folder = out.absolute().parent

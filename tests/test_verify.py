@@ -307,13 +307,11 @@ def test_low_precision_has_its_own_tolerance():
     verify(model.bfloat16(), batch)
 
 
-@pytest.mark.parametrize("variant", ["quest", "gate", "precondition", "qknorm_hs"])
+@pytest.mark.parametrize("variant", ["gate", "precondition"])
 def test_what_moves_hardly_in_half_precision_is_no_leak(variant):
     """Of outputs that move by a few bits, some lie above a threshold in one model alone."""
-    for seed in range(4):
-        torch.manual_seed(seed)
-        model, batch = converted("gpt2", variant)
-        verify(model.bfloat16(), batch)
+    model, batch = converted("gpt2", variant)
+    verify(model.bfloat16(), batch)
 
 
 @pytest.mark.parametrize(("name", "variant"), [("swin", "sink"), ("davit", "qknorm_hs")])

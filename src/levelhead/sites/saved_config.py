@@ -87,10 +87,12 @@ def own_configurations(model: nn.Module) -> None:
 def _outermost(model: nn.Module) -> nn.Module:
     """Return the largest model of transformers that holds a model, or the model itself.
 
-    A module does not know what holds it; the live ones are looked through.
+    A module does not know what holds it; the live ones are looked through, if any may.
     """
     from transformers import PreTrainedModel
 
+    if not any(_may_hold(each) for each in gc.get_referrers(model)):
+        return model
     holders: dict[int, list[nn.Module]] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module):
@@ -104,3 +106,8 @@ def _outermost(model: nn.Module) -> nn.Module:
         found += new
     models = [model, *(each for each in found if isinstance(each, PreTrainedModel))]
     return max(models, key=lambda each: sum(1 for _ in each.modules()))
+
+
+def _may_hold(referrer: object) -> bool:
+    """Whether an object may be the children of a module; names of a program are none."""
+    return type(referrer) is dict and "__name__" not in referrer

@@ -231,8 +231,10 @@ def failure_among(model, batch, name):
     return next(c.detail for c in raised.value.verification.failed if c.name == name)
 
 
-def test_a_parameter_nobody_uses_is_found():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_nobody_uses_is_found(dtype):
     model, batch = converted("bert", "gate")
+    model.to(dtype)
     parts(model)[0].inner.gate.forward = lambda attn_output, hidden_states: attn_output / 2
     detail = failure(model, batch, "on path")
     assert detail == "the output does not depend on encoder.layer.0.attention.self (parameters)"
@@ -312,6 +314,20 @@ def test_what_moves_hardly_in_half_precision_is_no_leak(variant):
     """Of outputs that move by a few bits, some lie above a threshold in one model alone."""
     model, batch = converted("gpt2", variant)
     verify(model.bfloat16(), batch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "torch_pair"])
+def test_a_leak_is_found_in_half_precision_too(monkeypatch, name):
+    model, batch = HOSTS[name].build(), HOSTS[name].batch()
+    if name == "torch_pair":
+        batch = {key: states.bfloat16() for key, states in batch.items()}
+        batch["tgt_mask"] = torch.ones(7, 7).triu(1).bool()
+    convert(model, "affine", start="paper")
+    model.bfloat16()
+    verify(model, batch)
+    sum_over_everything(monkeypatch)
+    beyond = "that stock does not move" if name == "torch_pair" else "before it"
+    assert f"moved outputs {beyond}" in failure_among(model, batch, "mask leak")
 
 
 @pytest.mark.parametrize(("name", "variant"), [("swin", "sink"), ("davit", "qknorm_hs")])

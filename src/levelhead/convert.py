@@ -56,7 +56,8 @@ def convert(
     Weights, state-dict keys, dtype, device, mode, ``requires_grad`` and hooks of the host stay;
     parameters of the variant lie in each attention module under the name ``levelhead``. Convert
     before building the optimiser, compiling, wrapping or sharding. When anything is refused, the
-    model is left exactly as it was.
+    model is left exactly as it was. A model of transformers gets configurations of its own, equal
+    copies, so that others built from the same object stay what they are.
 
     Args:
         model: The outermost module that is called in training.

@@ -19,7 +19,7 @@ from levelhead.variants import parse_variant
 from levelhead.verify_batch import Padded, Tokens, find_padding, find_tokens, run, tensors_in
 from levelhead.verify_nudge import all_nudged, has_parameters
 from levelhead.verify_report import FAILED, PASSED, SKIPPED, Check, verdict
-from levelhead.verify_subject import STILL, TOLERANCE, Subject, distance
+from levelhead.verify_subject import STILL, TOLERANCE, UNSEEN, Subject, distance
 
 PROBED_ROWS = 16
 LAST_STEPS = 3
@@ -152,9 +152,9 @@ def check_leak(subject: Subject) -> Check:
     reached = []
     for position in sorted({last, last // 2 + 1}):
         moved = _moved(subject.model, tokens, position, STILL)
-        # Of stock every bit counts: what lies a little above the threshold in the one and a
-        # little below it in the other is no leak.
-        moved_in_stock = _moved(subject.stock, tokens, position, dict.fromkeys(STILL, 0.0))
+        # In half precision, what lies a little above a threshold in the one and a little below
+        # it in the other is no leak.
+        moved_in_stock = _moved(subject.stock, tokens, position, UNSEEN)
         if not moved.any():
             return Check(name, FAILED, f"changing token {position} moved no output at all")
         early = moved[..., :position].any(dim=0).nonzero().flatten().tolist()

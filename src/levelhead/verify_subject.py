@@ -26,8 +26,8 @@ STILL = {
 }  # fmt: skip
 """Largest difference, likewise, that counts as "did not move"."""
 UNSEEN = STILL | {torch.bfloat16: 1e-5, torch.float16: 1e-5}
-"""The same where the question is whether anything arrives at all: what is off the path moves no
-bit, and in half precision what is on it may move only a few."""
+"""The same where the question is whether anything arrives at all: in half precision what does may
+move only a few bits, and what does not moves none."""
 
 
 @dataclass

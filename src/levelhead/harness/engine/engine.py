@@ -203,7 +203,7 @@ class _Engine:
             self._tell(result, interval)
             if not math.isfinite(result.loss):
                 self._diverge(f"the loss was {result.loss}")
-                self._alarm(result.loss)
+                self._tell_monitor(result.loss)
                 return
             if step % self.evaluate_every == 0 and step < settings.steps:
                 found = self._evaluate()
@@ -242,7 +242,7 @@ class _Engine:
         self.diverged_step = self.step
         self.note(f"{why} at step {self.step}: the training ends here")
 
-    def _alarm(self, loss: float) -> None:
+    def _tell_monitor(self, loss: float) -> None:
         if self.training.monitor is not None:
             self.training.monitor.note(loss=loss)
             self.training.monitor.end_step()

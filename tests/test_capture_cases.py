@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -148,9 +149,11 @@ def test_case_a10_checkpointing(reentrant, spans_backward):
         assert torch.equal(stock, watched)
 
 
-def live_tensors() -> int:
-    gc.collect()
-    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+def live_tensors() -> Counter[str]:
+    while gc.collect():  # what one round frees may hold what only the next one finds
+        pass
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+    return Counter(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "timm_vit", "swin", "torch_encoder"])

@@ -124,3 +124,40 @@ def test_a_factor_that_cannot_be_divided_out_leaves_the_gradient_exact(factor):
     found = torch.autograd.grad(unit_rows(rows, EPS, factors)[:, :2].sum(), (rows, factors))
     expected = torch.autograd.grad(plain(rows, factors)[:, :2].sum(), (rows, factors))
     torch.testing.assert_close(found, expected)
+
+
+LAYOUTS = {
+    "rows": lambda: torch.randn(2, 3, 5, 7),
+    "heads side by side": lambda: torch.randn(2, 5, 3, 7).transpose(1, 2),
+    "fused": lambda: torch.randn(2, 5, 3, 3, 7).permute(2, 0, 3, 1, 4)[1],
+    "columns": lambda: torch.randn(2, 3, 7, 5).mT,
+    "expanded": lambda: torch.randn(2, 1, 5, 7).expand(-1, 3, -1, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [None, (3, 1, 1), (7,)])
+def test_rows_lie_in_memory_as_they_came(layout, shape):
+    rows = LAYOUTS[layout]()
+    factor = None if shape is None else torch.rand(shape).add_(0.1).requires_grad_()
+    unit = unit_rows(rows.requires_grad_(), EPS, factor)
+    assert unit.stride() == torch.empty_like(rows).stride()
+    learning = (rows,) if factor is None else (rows, factor)
+    grad = torch.randn(2, 5, 3, 7).transpose(1, 2)
+    found = torch.autograd.grad(unit, learning, grad)
+    wide = [tensor.detach().double().contiguous().requires_grad_() for tensor in learning]
+    expected = plain(*wide)
+    torch.testing.assert_close(unit, expected, check_dtype=False)
+    for part, other in zip(found, torch.autograd.grad(expected, wide, grad.double()), strict=True):
+        torch.testing.assert_close(part, other, check_dtype=False)
+
+
+def test_a_half_precision_factor_of_wide_rows_does_not_overflow():
+    rows, factor = torch.randn(3, 7).requires_grad_(), torch.full((7,), 2.0**12).half()
+    factor.requires_grad_()
+    grad = torch.randn_like(rows)
+    found = torch.autograd.grad(unit_rows(rows, EPS, factor), (rows, factor), grad)
+    expected = torch.autograd.grad(plain(rows, factor), (rows, factor), grad)
+    assert [part.dtype for part in found] == [torch.float32, torch.float16]
+    torch.testing.assert_close(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])

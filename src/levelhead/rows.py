@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from levelhead.modes import is_forward_mode, is_plain, is_transformed
+from levelhead.plain_gradients import needs_plain_gradients
 from levelhead.shapes import at_least_float32, without_autocast
 
 ROW_EPS = 1e-6
@@ -35,6 +36,42 @@ def inverse_row_norm(
     is_zero = squared_norm == 0
     inverse = squared_norm.masked_fill(is_zero, 1.0).clamp_min(eps * eps).rsqrt()
     return inverse.masked_fill(is_zero, 0.0)
+
+
+def row_norms(rows: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch 1"]:
+    """Return the 2-norm of each row, laid out in memory as the rows are.
+
+    What broadcasts along rows is read fastest in their own order: heads of a token lie side by
+    side where a projection or a kernel wrote them.
+
+    Args:
+        rows: Rows along the last axis.
+
+    Returns:
+        Norms, same dtype.
+    """
+    order = _memory_order(rows)
+    norms = torch.linalg.vector_norm(rows.permute(order), dim=-1, keepdim=True)
+    return _put_back(norms, order)
+
+
+def _row_products(
+    left: Float[Tensor, "*batch D"], right: Float[Tensor, "*batch D"]
+) -> Float[Tensor, "*batch 1"]:
+    """Return the dot product of each pair of rows, laid out in memory as those on the right."""
+    order = _memory_order(right)
+    products = torch.linalg.vecdot(left.permute(order), right.permute(order))
+    return _put_back(products.unsqueeze(-1), order)
+
+
+def _memory_order(rows: Tensor) -> list[int]:
+    """Return the axes as they lie in memory, the outermost first; the last one stays."""
+    *outer, last = range(rows.ndim)
+    return [*sorted(outer, key=lambda axis: -rows.stride(axis)), last]
+
+
+def _put_back(permuted: Tensor, order: list[int]) -> Tensor:
+    return permuted.permute([order.index(axis) for axis in range(len(order))])
 
 
 def unit_rows(
@@ -87,6 +124,48 @@ def _inverse(norm: Tensor, eps: float) -> Tensor:
     return norm.clamp_min(eps).reciprocal() * (norm != 0)
 
 
+def _length_gradients(
+    grad: Tensor, kept: Tensor, inverse: Tensor, is_longer: Tensor, factor: Tensor | None,
+    keeps_result: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Return the gradients of rows and of their length, and unit rows over what is kept."""
+    unit_per_kept = inverse
+    if keeps_result:
+        unit_per_kept = torch.ones_like(inverse) if factor is None else factor.reciprocal()
+    along = _row_products(grad, kept.to(inverse.dtype)) * unit_per_kept
+    grad_rows = torch.addcmul(grad, kept, along * unit_per_kept * is_longer, value=-1)
+    size = inverse if factor is None else inverse * factor
+    grad_rows = grad_rows * size if torch.is_grad_enabled() else grad_rows.mul_(size)
+    if factor is None:
+        return grad_rows, None, unit_per_kept
+    return grad_rows, along.sum_to_size(factor.shape).to(factor.dtype), unit_per_kept
+
+
+def _coordinate_gradients(
+    grad: Tensor, kept: Tensor, inverse: Tensor, is_longer: Tensor, factor: Tensor,
+    keeps_result: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the same for a factor per coordinate, in the memory of as few tensors as can be.
+
+    New memory costs more than what is computed in it.
+    """
+    wide_factor = factor.to(torch.promote_types(factor.dtype, inverse.dtype))
+    if keeps_result:
+        unit_per_kept, to_kept = wide_factor.reciprocal(), wide_factor.square()
+    else:
+        kept, unit_per_kept, to_kept = kept * inverse, torch.ones_like(factor), factor
+    products = grad * kept
+    grad_factor = (products.sum_to_size(factor.shape) * unit_per_kept).to(factor.dtype)
+    along = (products if keeps_result else products * factor).sum(dim=-1, keepdim=True)
+    is_more = needs_plain_gradients(grad) or is_transformed() or not is_plain(products)
+    room = None if is_more else products
+    grad_rows = torch.mul(grad, to_kept, out=room)
+    grad_rows = torch.addcmul(grad_rows, kept, along * is_longer, value=-1, out=room)
+    for size in (unit_per_kept, inverse):
+        grad_rows = torch.mul(grad_rows, size, out=room)
+    return grad_rows.to(inverse.dtype), grad_factor, unit_per_kept
+
+
 class _UnitRows(torch.autograd.Function):
     """The same, and the norms, with a gradient in half the passes over memory.
 
@@ -101,13 +180,14 @@ class _UnitRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, eps, factor):
-        compute_dtype = at_least_float32(rows.dtype)
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=compute_dtype)
-        inverse = _inverse(norm, eps)
+        result = rows.to(at_least_float32(rows.dtype), copy=True)  # dense: its norms take less
+        norm = row_norms(result)
+        inverse = norm.clamp_min(eps).reciprocal_()  # of zeros as well, which stay zeros
         if factor is None or factor.shape[-1] == 1:
-            result = (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
+            result.mul_(inverse if factor is None else inverse * factor)
         else:
-            result = (rows * inverse).mul_(factor).to(rows.dtype)
+            result.mul_(inverse).mul_(factor)
+        result = result.to(rows.dtype)
         ctx.eps, ctx.keeps_result = eps, _can_be_undone(rows, factor)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(result if ctx.keeps_result else rows, norm, factor)
@@ -124,25 +204,17 @@ class _UnitRows(torch.autograd.Function):
     @staticmethod
     def _gradients(ctx, saved, grad, grad_norm):
         kept, norm, factor = saved
-        grad = torch.zeros_like(kept) if grad is None else grad
-        inverse, is_longer, dtype = _inverse(norm, ctx.eps), norm > ctx.eps, kept.dtype
-        to_unit, grad_factor = inverse, None  # what is kept times this is of unit length
-        if ctx.keeps_result:
-            to_unit = torch.ones_like(inverse) if factor is None else factor.reciprocal()
-        wide = grad.to(inverse.dtype)
-        if factor is not None and factor.shape[-1] > 1:
-            kept, to_unit = kept * to_unit, torch.ones_like(inverse)
-            grad_factor = (wide * kept).sum_to_size(factor.shape).to(factor.dtype)
-            wide, factor = (wide * factor).to(inverse.dtype), None
-        along = torch.linalg.vecdot(wide, kept.to(inverse.dtype)).unsqueeze(-1) * to_unit
-        size = inverse if factor is None else inverse * factor
-        grad_rows = torch.addcmul(wide, kept, along * to_unit * is_longer, value=-1)
-        grad_rows = grad_rows * size if torch.is_grad_enabled() else grad_rows.mul_(size)
-        if factor is not None:
-            grad_factor = along.sum_to_size(factor.shape).to(factor.dtype)
+        inverse = _inverse(norm, ctx.eps)
+        wide = (torch.zeros_like(kept) if grad is None else grad).to(inverse.dtype)
+        common = wide, kept, inverse, norm > ctx.eps
+        if factor is None or factor.shape[-1] == 1:
+            found = _length_gradients(*common, factor, ctx.keeps_result)
+        else:
+            found = _coordinate_gradients(*common, factor, ctx.keeps_result)
+        grad_rows, grad_factor, unit_per_kept = found
         if grad_norm is not None:
-            grad_rows = grad_rows + grad_norm * to_unit * kept
-        return grad_rows.to(dtype), None, grad_factor
+            grad_rows = grad_rows + grad_norm * (kept * unit_per_kept)
+        return grad_rows.to(kept.dtype), None, grad_factor
 
     @staticmethod
     def jvp(ctx, tangent, _, factor_tangent):

@@ -17,7 +17,7 @@ from levelhead.modes import is_forward_mode, is_plain, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import at_least_float32, without_autocast
 
-_TILE_BYTES = 3 * 2**19
+_TILE_BYTES = 2**21
 """Of the scores of one tile, for each thread."""
 
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.rows import ROW_EPS, inverse_row_norm, unit_rows
+from levelhead.rows import ROW_EPS, inverse_row_norm, row_norms, unit_rows
 from levelhead.shapes import complaint, describe
 
 
@@ -54,7 +54,7 @@ class EquilibrateRows:
 
     def remember(self, attn_output: Tensor) -> tuple[Tensor, ...]:
         """Return what the rows were divided by."""
-        norm = torch.linalg.vector_norm(attn_output, dim=-1, keepdim=True)
+        norm = row_norms(attn_output)
         return (norm.clamp_(self.eps, torch.finfo(norm.dtype).max),)
 
     def undo(self, result: Tensor, remembered: tuple[Tensor, ...]) -> Tensor:

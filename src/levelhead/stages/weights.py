@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from levelhead.rows import row_norms
 from levelhead.shapes import at_least_float32
 
 CLIPPING_SLOPE = 0.1
@@ -79,9 +80,9 @@ class AffineOutput:
         self, attn_output: Tensor, alpha: Tensor, shift: Tensor, visible: Tensor
     ) -> tuple[Tensor, ...]:
         """Return which rows would lose digits, and these rows."""
-        shifted = torch.linalg.vector_norm(visible, dim=-1, keepdim=True)
+        shifted = row_norms(visible)
         shifted = shifted.repeat_interleave(shift.shape[1] // visible.shape[1], dim=1) * shift
-        length = torch.linalg.vector_norm(attn_output, dim=-1, keepdim=True) * alpha
+        length = row_norms(attn_output) * alpha
         is_lost = (shifted.abs() <= LARGEST_SHIFT * length).logical_not_() | (alpha < LEAST_ALPHA)
         is_lost = is_lost.squeeze(-1)
         return is_lost, attn_output[is_lost]

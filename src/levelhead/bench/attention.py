@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import platform
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
+from levelhead.bench.timing import adjacent_times, compare_times, peak_extra_bytes, spread
 from levelhead.inner import InnerAttention
 from levelhead.steps import track_steps
 from levelhead.variants import VARIANTS
@@ -152,33 +153,61 @@ def _sink_peers(attend: Callable[..., Any]) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
-def measure_times(num_tokens: int, repeats: int, device: str, dtype: torch.dtype) -> dict:
-    """Time all variants, and their peers, at one length.
+def measure_times(
+    num_tokens: int, repeats: int, seconds: float, device: str, dtype: torch.dtype
+) -> dict:
+    """Time all variants, and their peers, at one length, each right beside what it is held to.
+
+    Args:
+        num_tokens: T.
+        repeats: Least timed rounds.
+        seconds: Least time spent on those of one comparison.
+        device: Where.
+        dtype: Of all tensors.
 
     Returns:
-        Ratios to plain SDPA, forward alone and forward with backward; times of the projections;
-        ratios to x-transformers.
+        Ratios to plain SDPA, forward alone and forward with backward; ratios to x-transformers;
+        times of the projections.
     """
     case = Case(num_tokens, BATCH, device, dtype)
-    calls = {"sdpa": plain_sdpa} | {v: attend_with(v, case) for v in inner_variants()}
+    calls = {v: attend_with(v, case) for v in inner_variants()}
     rivals = peers(case) if num_tokens <= PEER_TOKENS else {}
     others = {f"x-transformers {name}": call for name, call in rivals.items()}
     result: dict[str, Any] = {"tokens": num_tokens}
     for name, backward in (("forward", False), ("forward_backward", True)):
         steps = {n: case.step(call, backward) for n, call in (calls | others).items()}
-        times = compare_times(steps, repeats)
-        result[name] = ratios(times, "sdpa")
+        plain = case.step(plain_sdpa, backward)
+        result[name] = _held_to(plain, steps, repeats, seconds)
         result[f"{name}_over_x_transformers"] = {
-            variant: ratios(times, peer)[variant]["ratio"]
-            for variant in calls
-            if (peer := f"x-transformers {variant}") in times
-        }
+            variant: _held_to(
+                steps[f"x-transformers {variant}"], {variant: steps[variant]}, repeats,
+                seconds / len(rivals),
+            )[variant]
+            for variant in rivals
+        }  # fmt: skip
     projections = compare_times(projection_calls(case), repeats)
-    base = result["forward_backward"]["sdpa"]["median_s"]
+    base = result["forward_backward"]["softmax"]["baseline_s"]
     result["projection_over_sdpa"] = {
-        name: sorted(seconds)[len(seconds) // 2] / base for name, seconds in projections.items()
+        name: statistics.median(times) / base for name, times in projections.items()
     }
     return result
+
+
+def _held_to(
+    baseline: Callable[[], None],
+    calls: dict[str, Callable[[], None]],
+    repeats: int,
+    seconds: float,
+) -> dict[str, dict[str, Any]]:
+    """Return what the times of calls come to over those of the baseline beside them."""
+    for call in (baseline, *calls.values()):  # the warm-up
+        call()
+    pairs = adjacent_times(baseline, calls, repeats, seconds)
+    return {
+        name: spread([own / base for base, own in found], "ratio")
+        | {"baseline_s": statistics.median(base for base, _ in found)}
+        for name, found in pairs.items()
+    }
 
 
 def measure_memory(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str, dict]:
@@ -200,7 +229,9 @@ def measure_memory(num_tokens: int, device: str, dtype: torch.dtype) -> dict[str
     }  # fmt: skip
 
 
-def run(tokens: list[int], repeats: int, memory_tokens: int, device: str, dtype: str) -> dict:
+def run(
+    tokens: list[int], repeats: int, seconds: float, memory_tokens: int, device: str, dtype: str
+) -> dict:
     """Run the whole benchmark.
 
     Returns:
@@ -219,7 +250,8 @@ def run(tokens: list[int], repeats: int, memory_tokens: int, device: str, dtype:
         "head_dim": HEAD_DIM,
         "causal": True,
         "repeats": repeats,
-        "times": [measure_times(n, repeats, device, torch_dtype) for n in tokens],
+        "seconds": seconds,
+        "times": [measure_times(n, repeats, seconds, device, torch_dtype) for n in tokens],
         "memory_tokens": memory_tokens,
         "memory": measure_memory(memory_tokens, device, torch_dtype) if memory_tokens else {},
     }
@@ -229,12 +261,14 @@ def table(record: dict) -> str:
     """Return the record as text: a line per variant."""
     lines = []
     for times in record["times"]:
-        lines.append(f"{times['tokens']} tokens: time over plain SDPA (forward, with backward)")
+        lines.append(
+            f"{times['tokens']} tokens: time over plain SDPA (forward, with backward, interval)"
+        )
         for name, row in times["forward_backward"].items():
             peer = times["forward_backward_over_x_transformers"].get(name)
-            tail = f"   over x-transformers {peer:.2f}" if peer else ""
+            tail = f"   over x-transformers {_text(peer)}" if peer else ""
             forward = times["forward"][name]["ratio"]
-            lines.append(f"  {name:34s} {forward:5.2f} {row['ratio']:5.2f}{tail}")
+            lines.append(f"  {name:34s} {forward:5.2f} {_text(row)}{tail}")
         for name, share in times["projection_over_sdpa"].items():
             lines.append(f"  projection of {name:20s}       {share:5.2f}")
     if record["memory"]:
@@ -242,6 +276,11 @@ def table(record: dict) -> str:
         for name, row in record["memory"].items():
             lines.append(f"  {name:34s} {row['share_of_scores']:7.2%}")
     return "\n".join(lines)
+
+
+def _text(row: dict[str, Any]) -> str:
+    low, high = row["interval"]
+    return f"{row['ratio']:5.2f} ({low:.2f} .. {high:.2f})"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -255,14 +294,20 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="levelhead bench attention", description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=7, help="least timed rounds")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="least time spent on a comparison's rounds"
+    )
     parser.add_argument("--memory-tokens", type=int, default=MEMORY_TOKENS, help="0 to leave out")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--out", type=Path, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
-    record = run(chosen.tokens, chosen.repeats, chosen.memory_tokens, chosen.device, chosen.dtype)
+    record = run(
+        chosen.tokens, chosen.repeats, chosen.seconds, chosen.memory_tokens, chosen.device,
+        chosen.dtype,
+    )  # fmt: skip
     text = json.dumps(record, indent=2)
     print(text if chosen.json else table(record))
     if chosen.out is not None:

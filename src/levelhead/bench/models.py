@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from levelhead.bench.model_cases import CASES, LARGE, LARGE_TINY, TINY, UNFUSED, Case
-from levelhead.bench.timing import adjacent_times, peak_extra_bytes
+from levelhead.bench.timing import adjacent_times, peak_extra_bytes, spread
 from levelhead.convert import convert, restore
-from levelhead.measure.curves import median_interval
 from levelhead.shapes import require_known
 
 THROUGHPUT_BARS = {
@@ -90,17 +89,8 @@ def measure_model(
 
 
 def _row(pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    throughput = [stock_s / own_s for stock_s, own_s in pairs]
-    interval = median_interval(throughput)
-    return {
-        "throughput": statistics.median(throughput),
-        "throughput_min": min(throughput),
-        "throughput_max": max(throughput),
-        "interval": [interval.lower, interval.upper],
-        "coverage": interval.coverage,
-        "rounds": len(pairs),
-        "stock_s": statistics.median(stock_s for stock_s, _ in pairs),
-    }
+    throughput = spread([stock_s / own_s for stock_s, own_s in pairs], "throughput")
+    return throughput | {"stock_s": statistics.median(stock_s for stock_s, _ in pairs)}
 
 
 def _peak_bytes(model: nn.Module, step: Callable[[], None]) -> int:

@@ -7,12 +7,14 @@ turn in one process, each round gives one ratio, and the ratio's median and rang
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from levelhead.measure.curves import median_interval
 from levelhead.shapes import require, require_known
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -120,6 +122,31 @@ def ratios(times: Mapping[str, list[float]], baseline: str) -> dict[str, dict[st
             "median_s": statistics.median(seconds),
         }
     return compared
+
+
+def spread(values: Sequence[float], name: str) -> dict[str, Any]:
+    """Summarise what the rounds of a comparison came to.
+
+    Args:
+        values: One number a round.
+        name: What to call the number.
+
+    Returns:
+        Under ``name`` the median, with ``_min`` and ``_max`` the range; ``interval``, the 95 %
+        order-statistics interval of the median, its ``coverage``, and the number of ``rounds``.
+
+    Raises:
+        ValueError: No value, or a NaN.
+    """
+    interval = median_interval(values)
+    return {
+        name: statistics.median(values),
+        f"{name}_min": min(values),
+        f"{name}_max": max(values),
+        "interval": [interval.lower, interval.upper],
+        "coverage": interval.coverage,
+        "rounds": len(values),
+    }
 
 
 def peak_extra_bytes(call: Callable[[], object], device: torch.device | str = "cpu") -> int:

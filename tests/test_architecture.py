@@ -31,8 +31,8 @@ LEVELS = {
         "clip"),
     5: ("diagnose", "diagnosis", "monitor", "report", "findings", "judge"),
     6: ("harness", "bench"),
-    7: ("__main__", "cli", "commands", "diagnose_command", "report_command", "verify_command",
-        "train_command", "plan_command"),
+    7: ("__main__", "cli", "commands", "options", "compare_command", "list_command",
+        "diagnose_command", "report_command", "verify_command", "train_command", "plan_command"),
 }  # fmt: skip
 """The level of a module: that of its longest matching prefix."""
 

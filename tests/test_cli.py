@@ -14,9 +14,10 @@ import yaml
 from typer.testing import CliRunner
 
 from levelhead import cli, exits
-from levelhead.commands import app, repeat_options, split_list
+from levelhead.commands import app
 from levelhead.harness import compare as compare_module
 from levelhead.harness import step_times
+from levelhead.options import repeat_options, split_list
 from levelhead.variants import VARIANTS
 
 TINY = [

@@ -26,7 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from levelhead.commands import Start, app
+        from levelhead.commands import app
+        from levelhead.options import Start
 
         start = Start(is_program=arguments is None)
         code = app(args=given, prog_name="levelhead", obj=start, standalone_mode=False)

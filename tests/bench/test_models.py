@@ -19,6 +19,8 @@ def test_small_run_writes_ratios_refusals_and_the_time_of_a_conversion(tmp_path,
     record = json.loads(path.read_text())
     assert list(record["models"]) == ["vit_b", "swin"]
     for measured in record["models"].values():
+        assert list(measured["rows"])[0] == "stock"
+        assert measured["rows"]["quest"]["converted"] > measured["rows"]["quest"]["left"] == 0
         for row in measured["rows"].values():
             assert row["throughput_min"] <= row["throughput"] <= row["throughput_max"]
             assert 0.5 < row["memory"] < 2
@@ -65,12 +67,14 @@ def test_copies_share_weights_and_only_the_copy_is_converted():
 
 def test_what_misses_its_bar_is_marked():
     row = {"interval": [0.9, 1.0], "rounds": 3}
-    rows = {"quest": row | {"throughput": 0.94, "memory": 1.04},
+    rows = {"stock": row | {"throughput": 0.9, "memory": 1.0},
+            "quest": row | {"throughput": 0.94, "memory": 1.04},
             "affine": row | {"throughput": 0.94, "memory": 1.02}}  # fmt: skip
     record = {"threads": 2, "models": {"gpt2": {"rows": rows}}, "conversion_s": {"quest": 0.5}}
     lines = models.table(record).splitlines()
-    assert lines[2].endswith("1.040   misses: throughput, memory")
-    assert lines[3].endswith("1.020")
+    assert lines[2].endswith("1.000")  # the control is asked nothing
+    assert lines[3].endswith("1.040   misses: throughput, memory")
+    assert lines[4].endswith("1.020")
 
 
 def test_unknown_models_are_named(capsys):

@@ -32,6 +32,8 @@ CONVERT_BAR_S = 2.0
 """Longest conversion of a ViT-L/16."""
 UNFUSED_BAR = 1.0
 """Least throughput where timm does not fuse its attention."""
+CONTROL = "stock"
+"""A copy that is not converted: what it differs from stock by is how far a figure can be told."""
 NUM_CONVERSIONS = 3
 
 
@@ -65,16 +67,18 @@ def measure_model(
         seconds: Least time spent on them.
 
     Returns:
-        For each variant ``throughput``: converted over stock, median of the rounds, with its
-        range, their number and an interval of the median; ``memory``: parameters and peak of a
-        step, converted over stock; or ``refused`` with the reason.
+        For each variant, and for a copy of stock, ``throughput``: that over stock, median of the
+        rounds, with its range, their number and an interval of the median; ``memory``: parameters
+        and peak of a step, over stock; how many attentions were ``converted`` and ``left``; or
+        ``refused`` with the reason.
     """
-    models, rows = {}, {}
+    models, rows = {CONTROL: shared_copy(stock)}, {CONTROL: {}}
     for variant in variants:
         converted = shared_copy(stock)
         try:
-            convert(converted, variant, start="paper")
+            done = convert(converted, variant, start="paper")
             models[variant] = converted
+            rows[variant] = {"converted": len(done.layers), "left": len(done.left)}
         except ValueError as refusal:
             rows[variant] = {"refused": str(refusal)}
     batch = case.batch()
@@ -83,9 +87,10 @@ def measure_model(
     # The passes that count bytes are the warm-up of those that are timed.
     stock_peak = _peak_bytes(stock, stock_step)
     memory = {v: _peak_bytes(models[v], step) / stock_peak for v, step in steps.items()}
-    pairs = adjacent_times(stock_step, steps, repeats, seconds) if steps else {}
-    rows |= {variant: _row(pairs[variant]) | {"memory": memory[variant]} for variant in models}
-    return {variant: rows[variant] for variant in variants}
+    pairs = adjacent_times(stock_step, steps, repeats, seconds)
+    for variant in models:
+        rows[variant] |= _row(pairs[variant]) | {"memory": memory[variant]}
+    return {variant: rows[variant] for variant in [CONTROL, *variants]}
 
 
 def _row(pairs: list[tuple[float, float]]) -> dict[str, Any]:
@@ -203,8 +208,10 @@ def bar(model: str, variant: str) -> float | None:
 
     Args:
         model: A name in ``CASES``.
-        variant: A variant string.
+        variant: A variant string, or the control.
     """
+    if variant == CONTROL:
+        return None
     if model in UNFUSED:
         return UNFUSED_BAR
     return THROUGHPUT_BARS.get(variant)

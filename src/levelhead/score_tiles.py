@@ -102,7 +102,7 @@ class _Scores:
 
     def dense(self, name: str, rows: Float[Tensor, "b h N D"]) -> Float[Tensor, "bh N D"]:
         """Return rows one after the other, or columns as they came."""
-        if rows.dtype == self.dtype and rows.is_contiguous():
+        if rows.dtype == self.dtype and (rows.is_contiguous() or rows.mT.is_contiguous()):
             return rows.flatten(0, 1)
         *batch, num_rows, width = rows.shape
         if lies_in_columns(rows):

@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from levelhead.rows import unit_rows
 from levelhead.sites.host import Installed
 from levelhead.sites.timm_host_channels import attend_over_channels
-from levelhead.sites.timm_host_projections import merge_heads, project_heads
+from levelhead.sites.timm_host_projections import (
+    merge_heads,
+    project_dense_heads,
+    project_heads,
+)
 from levelhead.sites.timm_sites import MAX_LOG_SCALE
 
 SWIN_V2_BIAS_RANGE = 16.0
@@ -120,11 +124,9 @@ class WindowForward(TimmForward):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
         host: Any = self
-        query, key, value = project_heads(host, x)
-        # Products copy strided rows anyway, norms are faster on dense ones, and the projection
-        # they are a view of is free again.
+        query, key, value = project_dense_heads(host, x)
         attn_output = self.levelhead(
-            query.contiguous(), key.contiguous(), value.contiguous(), x,
+            query, key, value, x,
             attn_mask=window_mask(mask, x.shape[0]), attn_bias=host._get_rel_pos_bias(),
         )  # fmt: skip
         return self.finish(attn_output, x)
@@ -136,7 +138,7 @@ class CosineWindowForward(TimmForward):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend inside windows; ``mask`` is not zero where windows meet across the border."""
         host: Any = self
-        query, key, value = project_heads(host, x)
+        query, key, value = project_dense_heads(host, x)
         head_scale = torch.clamp(host.logit_scale, max=MAX_LOG_SCALE).exp()
         query, key = unit_rows(query, COSINE_EPS, head_scale), unit_rows(key, COSINE_EPS)
         attn_output = self.levelhead(
@@ -171,7 +173,7 @@ class CrossCovarianceForward(TimmForward):
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the channels of each head."""
         host: Any = self
-        query, key, value = project_heads(host, x)
+        query, key, value = project_dense_heads(host, x)
         query = unit_rows(query.mT, COSINE_EPS, host.temperature).mT
         key = unit_rows(key.mT, COSINE_EPS).mT
         attn_output = attend_over_channels(self.levelhead.inner, query, key, value, x)
@@ -185,7 +187,7 @@ class ChannelForward(TimmForward):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the channels of each head."""
-        query, key, value = project_heads(self, x)
+        query, key, value = project_dense_heads(self, x)
         attn_output = attend_over_channels(self.levelhead.inner, query, key, value, x)
         return self.finish(attn_output, x)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from levelhead.rows import inverse_row_norm, unit_rows
+from levelhead.rows import inverse_row_norm, row_norms, unit_rows
 
 EPS = 0.05
 
@@ -161,3 +161,93 @@ def test_a_half_precision_factor_of_wide_rows_does_not_overflow():
     assert [part.dtype for part in found] == [torch.float32, torch.float16]
     torch.testing.assert_close(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_takes_no_digits_from_a_norm(layout, dtype):
+    rows = 300 * LAYOUTS[layout]()  # squares beyond half precision
+    with torch.autocast("cpu", dtype=dtype):
+        unit = unit_rows(rows)
+    torch.testing.assert_close(unit, unit_rows(rows), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_half_precision_norms_do_not_overflow_on_the_way(layout):
+    rows = (50 * LAYOUTS[layout]()).half()
+    expected = rows.double().norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(row_norms(rows).double(), expected, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("factor", [(0.0, 1.0, 2.0, 3.0), (1e12, 1.0, 2.0, 3.0)])
+def test_second_derivatives_where_the_factor_cannot_be_divided_out(factor):
+    rows = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    factors = torch.tensor(factor, dtype=torch.float64)
+
+    def function(rows):
+        return unit_rows(rows, EPS, factors)[..., 1:]
+
+    assert gradgradcheck(function, rows)
+
+
+def test_second_derivatives_of_half_precision_rows_with_a_factor_per_coordinate():
+    rows, factor = torch.randn(3, 4).half().requires_grad_(), torch.rand(4) + 0.5
+
+    def curvature(rows, form):
+        (grad,) = torch.autograd.grad(form(rows, factor).sin().sum(), rows, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), rows)[0]
+
+    found = curvature(rows, lambda rows, factor: unit_rows(rows, EPS, factor))
+    expected = curvature(rows.detach().double().requires_grad_(), plain)
+    torch.testing.assert_close(found.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_tangent_goes_along_in_every_layout(layout):
+    rows = LAYOUTS[layout]().double()
+    tangent = torch.randn_like(rows)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(unit_rows(forward_ad.make_dual(rows, tangent))).tangent
+    _, expected = torch.func.jvp(lambda rows: F.normalize(rows, dim=-1), (rows,), (tangent,))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("factor", "size"), [(1e6, 1e28), (4e9, 1e20), (1e-4, 1e-30)])
+def test_a_gradient_is_as_large_as_it_is(factor, size):
+    rows, factors = torch.randn(3, 7).requires_grad_(), torch.full((7,), factor)
+    grad = torch.randn_like(rows)
+    (found,) = torch.autograd.grad(unit_rows(rows, EPS, factors), rows, grad * size)
+    (expected,) = torch.autograd.grad(plain(rows.double(), factors.double()), rows, grad.double())
+    scale = factor * size
+    torch.testing.assert_close(found / scale, expected / factor, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_too_short_to_have_a_norm_is_one_of_zeros():
+    rows = torch.full((1, 4), 1e-24).requires_grad_()
+    unit = unit_rows(rows)
+    unit.sum().backward()
+    assert unit.eq(0).all()
+    assert rows.grad.eq(0).all()
+
+
+def test_a_half_precision_factor_with_a_zero_cannot_be_divided_out():
+    rows, factor = torch.randn(3, 4).requires_grad_(), torch.tensor([0.0, 1.0, 2.0, 3.0]).half()
+    found = torch.autograd.grad(
+        unit_rows(rows, EPS, factor.requires_grad_()).sum(), (rows, factor)
+    )
+    expected = torch.autograd.grad(plain(rows, factor).sum(), (rows, factor))
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_narrow_length_costs_the_gradient_no_digits():
+    rows, factor = torch.randn(3, 4, dtype=torch.float64).requires_grad_(), torch.rand(3, 1) + 0.5
+    grad = torch.randn_like(rows)
+    (found,) = torch.autograd.grad(unit_rows(rows, EPS, factor), rows, grad)
+    (expected,) = torch.autograd.grad(plain(rows, factor), rows, grad)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_whole_numbers_have_no_unit_rows():
+    with pytest.raises(ValueError, match="rows must be floating-point, got torch.int64"):
+        unit_rows(torch.arange(6).view(2, 3))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from levelhead.modes import is_forward_mode, is_plain, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients
-from levelhead.shapes import at_least_float32, without_autocast
+from levelhead.shapes import at_least_float32, require, without_autocast
 
 ROW_EPS = 1e-6
 """Norm below which a row is divided by this instead (Govindarajan et al. 2026; METHODS 4, 5)."""
@@ -51,7 +51,8 @@ def row_norms(rows: Float[Tensor, "*batch D"]) -> Float[Tensor, "*batch 1"]:
         Norms, same dtype.
     """
     if rows.stride(-1) != 1:  # columns: across memory torch's norm takes six times as long
-        return torch.linalg.vecdot(rows, rows).sqrt_().unsqueeze(-1)
+        squares = rows.to(at_least_float32(rows.dtype)).square()
+        return squares.sum(dim=-1, keepdim=True).sqrt().to(rows.dtype)
     order = _memory_order(rows)
     norms = torch.linalg.vector_norm(rows.permute(order), dim=-1, keepdim=True)
     return _put_back(norms, order)
@@ -94,7 +95,11 @@ def unit_rows(
     Returns:
         Rows of norm one (less for rows shorter than ``eps``, zero for zero rows) times ``factor``,
         same dtype; the norm is computed in float32 or wider.
+
+    Raises:
+        ValueError: Rows of whole numbers.
     """
+    require(rows.is_floating_point(), "rows must be floating-point", f"{rows.dtype}")
     if _is_traced():
         inverse = inverse_row_norm(rows, eps)
         return (rows * (inverse if factor is None else inverse * factor)).to(rows.dtype)
@@ -117,8 +122,8 @@ def _can_be_undone(rows: Tensor, factor: Tensor | None) -> bool:
         return True
     if factor.device.type != "cpu" or factor.numel() == 0 or not is_plain(factor):
         return False
-    lowest, highest = factor.detach().abs().aminmax()
-    return bool((lowest >= _LEAST_FACTOR) & (highest <= 1 / _LEAST_FACTOR))
+    lowest, highest = (bound.item() for bound in factor.detach().abs().aminmax())
+    return lowest >= _LEAST_FACTOR and highest <= 1 / _LEAST_FACTOR  # half precision has no 2^-32
 
 
 def _inverse(norm: Tensor, eps: float) -> Tensor:
@@ -133,7 +138,9 @@ def _length_gradients(
     """Return the gradients of rows and of their length, and unit rows over what is kept."""
     unit_per_kept = inverse
     if keeps_result:
-        unit_per_kept = torch.ones_like(inverse) if factor is None else factor.reciprocal()
+        unit_per_kept = torch.ones_like(inverse)
+        if factor is not None:
+            unit_per_kept = _widened(factor, inverse).reciprocal()
     along = _row_products(grad, kept.to(inverse.dtype)) * unit_per_kept
     grad_rows = torch.addcmul(grad, kept, along * unit_per_kept * is_longer, value=-1)
     size = inverse if factor is None else inverse * factor
@@ -151,21 +158,27 @@ def _coordinate_gradients(
 
     New memory costs more than what is computed in it.
     """
-    wide_factor = factor.to(torch.promote_types(factor.dtype, inverse.dtype))
-    if keeps_result:
-        unit_per_kept, to_kept = wide_factor.reciprocal(), wide_factor.square()
-    else:
-        kept, unit_per_kept, to_kept = kept * inverse, torch.ones_like(factor), factor
+    unit_per_kept = _widened(factor, inverse).reciprocal() if keeps_result else inverse
     products = grad * kept
-    grad_factor = (products.sum_to_size(factor.shape) * unit_per_kept).to(factor.dtype)
-    along = (products if keeps_result else products * factor).sum(dim=-1, keepdim=True)
+    if keeps_result:  # the factor is in the products already
+        grad_factor = products.sum_to_size(factor.shape) * unit_per_kept
+        along = products.sum(dim=-1, keepdim=True)
+    else:
+        products = products * inverse
+        grad_factor = products.sum_to_size(factor.shape)
+        along = (products * factor).sum(dim=-1, keepdim=True)
     is_more = needs_plain_gradients(grad) or is_transformed() or not is_plain(products)
     room = None if is_more else products
-    grad_rows = torch.mul(grad, to_kept, out=room)
-    grad_rows = torch.addcmul(grad_rows, kept, along * is_longer, value=-1, out=room)
-    for size in (unit_per_kept, inverse):
-        grad_rows = torch.mul(grad_rows, size, out=room)
-    return grad_rows.to(inverse.dtype), grad_factor, unit_per_kept
+    grad_rows = torch.mul(kept, unit_per_kept, out=room)
+    grad_rows = torch.mul(grad_rows, -along * is_longer, out=room)
+    grad_rows = torch.addcmul(grad_rows, grad, factor, out=room)
+    grad_rows = torch.mul(grad_rows, inverse, out=room)
+    return grad_rows.to(inverse.dtype), grad_factor.to(factor.dtype), unit_per_kept
+
+
+def _widened(factor: Tensor, like: Tensor) -> Tensor:
+    """Return a factor with at least the digits of another tensor."""
+    return factor.to(torch.promote_types(factor.dtype, like.dtype))
 
 
 class _UnitRows(torch.autograd.Function):
@@ -176,15 +189,16 @@ class _UnitRows(torch.autograd.Function):
 
     Kept for it is the result, which an attention keeps anyway, where it has all its digits and the
     factor can be divided out again, else the rows that came. A row shorter than ``eps`` has a
-    constant ``inverse``: its second term is zero. A factor per coordinate meets the gradient
-    first. The norms are an output so that second derivatives reach the rows through them.
+    constant ``inverse``: its second term is zero. The norms are an output so that second
+    derivatives reach the rows through them.
     """
 
     @staticmethod
     def forward(ctx, rows, eps, factor):
         result = rows.to(at_least_float32(rows.dtype), copy=True)  # dense: its norms take less
         norm = row_norms(result)
-        inverse = norm.clamp_min(eps).reciprocal_()  # of zeros as well, which stay zeros
+        norm = norm.data if norm._is_view() else norm  # a view made here takes no tangent
+        inverse = _inverse(norm, eps)
         if factor is None or factor.shape[-1] == 1:
             result.mul_(inverse if factor is None else inverse * factor)
         else:

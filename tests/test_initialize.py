@@ -486,9 +486,15 @@ def test_mimetic_needs_an_output_projection():
         initialize_(site_without_output, "mimetic")
 
 
-@pytest.mark.parametrize("variant", ["affine", "affine + gate"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("variant", ["affine", pytest.param("gate", marks=SLOW), "affine + gate"])
 @pytest.mark.parametrize("initializer", FRESH)
-@pytest.mark.parametrize("name", ["llama", "timm_vit_norms"])
+@pytest.mark.parametrize("name", [
+    pytest.param("gpt2", marks=SLOW), "llama", pytest.param("timm_vit", marks=SLOW),
+    "timm_vit_norms",
+])  # fmt: skip
 def test_converting_first_or_last_is_the_same(name, initializer, variant):
     """Where a factor on o, or on v, makes up for a neutral start."""
     first, last = HOSTS[name].build().eval(), HOSTS[name].build().eval()

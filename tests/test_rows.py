@@ -174,20 +174,18 @@ def test_autocast_takes_no_digits_from_a_norm(layout, dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision_norms_do_not_overflow_on_the_way(layout):
-    rows = (50 * LAYOUTS[layout]()).half()
+    rows = (300 * LAYOUTS[layout]()).half()
     expected = rows.double().norm(dim=-1, keepdim=True)
     torch.testing.assert_close(row_norms(rows).double(), expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("factor", [(0.0, 1.0, 2.0, 3.0), (1e12, 1.0, 2.0, 3.0)])
-def test_second_derivatives_where_the_factor_cannot_be_divided_out(factor):
+@pytest.mark.parametrize("first", [0.0, 1e-12, 1e12])
+def test_second_derivatives_where_the_factor_cannot_be_divided_out(first):
     rows = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    factors = torch.tensor(factor, dtype=torch.float64)
-
-    def function(rows):
-        return unit_rows(rows, EPS, factors)[..., 1:]
-
-    assert gradgradcheck(function, rows)
+    factor = torch.tensor([first, 1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    # Coordinates of 1e12 leave a difference quotient no digits; the norm sees them all the same.
+    shown = slice(0 if first < 1 else 1, None)
+    assert gradgradcheck(lambda r, f: unit_rows(r, EPS, f)[:, shown], (rows, factor))
 
 
 def test_second_derivatives_of_half_precision_rows_with_a_factor_per_coordinate():

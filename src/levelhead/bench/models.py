@@ -148,6 +148,7 @@ class Settings:
             "threads": torch.get_num_threads(),
             "device": platform.processor(),
             "machine": platform.machine(),
+            "control": CONTROL,
             **asdict(self),
         }
 

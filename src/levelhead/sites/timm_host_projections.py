@@ -47,19 +47,21 @@ def project_heads(
 
 
 def project_dense_heads(host: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Project, split into heads, and lay the rows of each head one after the other.
+    """Project, split into heads, and on a CPU lay the rows of each head one after the other.
 
-    For attention that runs in tiles of scores: products copy strided rows anyway, norms are faster
-    on dense ones, and the projection they are a view of is free again.
+    There such attention runs in tiles of scores: products copy strided rows anyway, norms are
+    faster on dense ones, and the projection they are a view of is free again.
 
     Args:
         host: As for ``project_heads``.
         hidden_states: Likewise.
 
     Returns:
-        Query, key, value: ``[B, H, T, D]``, contiguous.
+        Query, key, value: ``[B, H, T, D]``, on a CPU contiguous.
     """
     query, key, value = project_heads(host, hidden_states)
+    if query.device.type != "cpu":
+        return query, key, value
     return query.contiguous(), key.contiguous(), value.contiguous()
 
 

@@ -27,6 +27,7 @@ _EPS = torch.finfo(torch.float64).eps
 _TOLERANCE = 1e-8
 _MAX_STEPS = 500
 _POLISHING_SOLVES = 2
+_STEPS_IN_RANGE = 10
 # A shift of fewer eps, in a small problem, would sit too near to the rounding errors of G.
 _FEWEST_EPS = 4096
 # The same where the residual is relative to lambda_max and the eigenvalue sought is far smaller.
@@ -142,7 +143,7 @@ def by_matrix_free(operator: JacobianOperator, max_steps: int = _MAX_STEPS) -> C
 
     Args:
         operator: J.
-        max_steps: Products at the small end.
+        max_steps: Products at the small end, before ten within the range of J.
 
     Returns:
         A lower bound on kappa, without the rank.
@@ -153,16 +154,27 @@ def by_matrix_free(operator: JacobianOperator, max_steps: int = _MAX_STEPS) -> C
     )
     if top.value <= 0:
         return _zero(operator, "matrix_free")
+
+    def beside_top(vector: Tensor) -> Tensor:
+        return top.value * vector - product(vector)
+
+    below = top.value * (1 - _NULL_CUT * size * _EPS)
     bottom = largest_eigenpair(
-        lambda vector: top.value * vector - product(vector),
+        beside_top,
         product(_start(size, operator)),
         tolerance=_TOLERANCE_BESIDE_TOP,
         max_steps=max_steps,
-        below=top.value * (1 - _NULL_CUT * size * _EPS),
+        below=below,
     )
-    # Into the range of J, where the null space cannot pull the quotient down.
-    vector = product(bottom.vector)
-    vector = vector / vector.norm()
+    # Into the range of J, where the null space cannot pull the quotient down; that multiplies
+    # what is left of large eigenvalues by their ratio to the sought one: a few steps remove it.
+    vector = largest_eigenpair(
+        beside_top,
+        product(bottom.vector),
+        tolerance=_TOLERANCE_BESIDE_TOP,
+        max_steps=_STEPS_IN_RANGE,
+        below=below,
+    ).vector
     image = product(vector)
     square = float(vector @ image)
     residual = float((image - square * vector).norm()) / square + top.residual

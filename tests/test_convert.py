@@ -18,6 +18,7 @@ from levelhead.sites.host import host_of, installed_in
 from levelhead.steps import StepState
 from levelhead.store_checksum import checksum
 from matrix import outputs, randomise, worst
+from ranks import joined
 
 SPREAD = ("llama", "gpt2", "timm_vit", "swin", "torch_encoder")
 
@@ -396,20 +397,16 @@ def test_weights_without_values_are_refused():
 
 
 def test_sharded_weights_are_refused(free_port):
-    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    address = f"tcp://127.0.0.1:{free_port}"
-    dist.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-    try:
-        mesh = dist.init_device_mesh("cpu", (1,))
+    with joined(0, 1, free_port):
+        mesh = init_device_mesh("cpu", (1,))
         model = fully_shard(HOSTS["timm_vit"].build(), mesh=mesh)
         names = list(model.state_dict())
         with pytest.raises(ValueError, match="before it is sharded.*spread over ranks"):
             lh.convert(model, "gate")
         assert list(model.state_dict()) == names
-    finally:
-        dist.destroy_process_group()
 
 
 def test_quantised_and_computed_weights_are_refused():

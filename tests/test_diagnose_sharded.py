@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from levelhead.diagnose import diagnose
-from test_initialize_sharded import model, on_ranks, sharded
+from ranks import on_ranks
+from test_initialize_sharded import WORLD, model, sharded
 
 pytestmark = pytest.mark.slow
 
@@ -40,4 +41,4 @@ def assert_same_as_one_process(rank):
 
 
 def test_a_sharded_model_is_diagnosed_as_the_whole_one(free_port):
-    on_ranks(free_port, assert_same_as_one_process)
+    on_ranks(WORLD, free_port, assert_same_as_one_process)

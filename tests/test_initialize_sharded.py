@@ -1,33 +1,16 @@
 """Sharded parameters: every rank ends up with its part of one whole matrix."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from levelhead.attention import Attention
 from levelhead.initialize import initialize_
 from levelhead.sharding import distribute_like, whole_parameters
+from ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
 WORLD = 2
-
-
-def on_ranks(port, work, *arguments):
-    mp.spawn(partial(enter, work), (port, *arguments), nprocs=WORLD, join=True)
-
-
-def enter(work, rank, port, *arguments):
-    address = f"tcp://127.0.0.1:{port}"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-    try:
-        work(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
 
 
 def model():
@@ -132,22 +115,22 @@ def assert_errors_leave_the_shards(rank):
     "initializer", ["conditioned", "conditioned(gain='match')", "mimetic", "orthogonal"]
 )
 def test_shards_hold_the_matrices_of_one_process(initializer, free_port):
-    on_ranks(free_port, assert_equal_to_one_process, initializer)
+    on_ranks(WORLD, free_port, assert_equal_to_one_process, initializer)
 
 
 @pytest.mark.parametrize("initializer", ["mimetic", "orthogonal"])
 def test_outputs_outside_the_attention_are_gathered_too(initializer, free_port):
     pytest.importorskip("transformers")
-    on_ranks(free_port, assert_an_output_outside_the_attention_is_gathered_too, initializer)
+    on_ranks(WORLD, free_port, assert_an_output_outside_the_attention_is_gathered_too, initializer)
 
 
 def test_rank_0_decides_where_seeds_differ(free_port):
-    on_ranks(free_port, assert_rank_0_decides)
+    on_ranks(WORLD, free_port, assert_rank_0_decides)
 
 
 def test_weight_selection_reaches_shards(free_port):
-    on_ranks(free_port, assert_selected_like_one_process)
+    on_ranks(WORLD, free_port, assert_selected_like_one_process)
 
 
 def test_an_exception_leaves_the_shards_as_they_were(free_port):
-    on_ranks(free_port, assert_errors_leave_the_shards)
+    on_ranks(WORLD, free_port, assert_errors_leave_the_shards)

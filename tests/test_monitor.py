@@ -20,6 +20,7 @@ from levelhead.monitor_alerts import Watch
 from levelhead.monitor_gradients import gradient_squares
 from levelhead.monitor_sites import scalars
 from levelhead.monitor_writers import as_writer
+from ranks import leave
 
 
 class Net(nn.Module):
@@ -559,6 +560,7 @@ def _rank(rank, how, port, folder, found):
     found.close()
     found.join_thread()
     dist.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])

@@ -1,16 +1,13 @@
 """Two ranks, DDP and FSDP2, every variant: the same training as one process on the whole batch."""
 
-from functools import partial
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import levelhead as lh
 from cases import OPTIONS, all_terms, full_house
 from levelhead.harness.models.gpt import GPT, GPTConfig
+from ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -58,16 +55,6 @@ def shard(network, each_block=True):
     return fully_shard(network, mesh=mesh)
 
 
-def enter(work, rank, port, *arguments):
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=WORLD)
-    try:
-        work(rank, *arguments)
-    finally:
-        dist.destroy_process_group()
-
-
 def assert_same(found, expected, where):
     for name, value in found.items():
         torch.testing.assert_close(
@@ -97,7 +84,7 @@ def test_case_a12_a28_every_variant_trains_on_two_ranks_as_on_one(free_port):
         network = model(variant)
         train(network, slice(None))
         expected[variant] = state(network)
-    mp.spawn(partial(enter, train_wrapped), (free_port, expected), nprocs=WORLD)
+    on_ranks(WORLD, free_port, train_wrapped, expected)
 
 
 def start_on_meta(rank):
@@ -120,7 +107,7 @@ def start_on_meta(rank):
 
 
 def test_what_is_taken_from_the_weights_survives_sharding_before_the_first_forward(free_port):
-    mp.spawn(partial(enter, start_on_meta), (free_port,), nprocs=WORLD)
+    on_ranks(WORLD, free_port, start_on_meta)
 
 
 def derive_in_one_group(rank):
@@ -140,4 +127,4 @@ def derive_in_one_group(rank):
 
 
 def test_a_start_that_would_be_lost_is_refused_with_the_remedy(free_port):
-    mp.spawn(partial(enter, derive_in_one_group), (free_port,), nprocs=WORLD)
+    on_ranks(WORLD, free_port, derive_in_one_group)

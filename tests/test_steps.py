@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import levelhead as lh
 from levelhead.steps import one_step
+from ranks import on_ranks
 
 RHO = 0.9
 E, H, T = 12, 3, 5
@@ -284,11 +283,7 @@ def test_state_survives_a_round_trip_and_goes_on_the_same():
         assert torch.equal(expected, found)
 
 
-def _train_on_rank(rank, world_size, port, wrap, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+def _train_on_rank(rank, world_size, wrap, folder):
     model = stack("affine")
     wrapped = nn.parallel.DistributedDataParallel(model) if wrap else model
     generator = torch.Generator().manual_seed(7)
@@ -296,12 +291,11 @@ def _train_on_rank(rank, world_size, port, wrap, folder):
         batch = torch.randn(2 * world_size, T, E, generator=generator)
         wrapped(batch[2 * rank : 2 * rank + 2]).square().mean().backward()
     torch.save([affine(model, i).alpha_mean for i in range(2)], f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("wrap", [True, False])
 def test_running_means_are_those_of_the_whole_batch_on_every_rank(wrap, tmp_path, free_port):
-    mp.spawn(_train_on_rank, (2, free_port, wrap, str(tmp_path)), nprocs=2)
+    on_ranks(2, free_port, _train_on_rank, 2, wrap, str(tmp_path))
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*ranks, strict=True))
     # The first layer sees the same inputs as a single process, so its mean is that of all tokens.

@@ -14,6 +14,7 @@ from levelhead.harness.models.gpt import GPT, GPTConfig
 from levelhead.harness.parameter_groups import decayed_apart
 from levelhead.harness.seeding import named_seed, paired_init_
 from levelhead.harness.tasks import Metric
+from ranks import leave
 
 VOCAB, LENGTH = 17, 11
 SECONDS = 120  # after which a process that should have done something is given up
@@ -107,6 +108,7 @@ def _join(rank, num, port, work, arguments):
 
     work(*arguments)
     leave_group()
+    leave()
 
 
 def hang(marker):

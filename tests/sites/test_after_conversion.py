@@ -2,18 +2,17 @@
 
 import copy
 import pickle
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import levelhead as lh
 from hosts import HOSTS, run
 from matrix import output_of, outputs, randomise, worst
+from ranks import joined, on_ranks
 
 AUTOCAST_BOUND = 0.03
 """bfloat16 keeps 8 bits; two layers of a tiny model stay within this of the largest output."""
@@ -129,26 +128,21 @@ def assert_wrapped_is_unwrapped(architecture, variant, mesh):
             torch.testing.assert_close(whole(found[name]), grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
-def on_rank(rank, world_size, port, architectures):
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
-    try:
-        mesh = dist.init_device_mesh("cpu", (world_size,))
-        for architecture in architectures:
-            for variant in WRAPPED:
-                assert_wrapped_is_unwrapped(architecture, variant, mesh)
-    finally:
-        dist.destroy_process_group()
+def wrap_each(rank, world_size, architectures):
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    for architecture in architectures:
+        for variant in WRAPPED:
+            assert_wrapped_is_unwrapped(architecture, variant, mesh)
 
 
 def test_wrapped_after_conversion_on_one_rank_is_unwrapped(free_port):
-    on_rank(0, 1, free_port, ["llama"])
+    with joined(0, 1, free_port):
+        wrap_each(0, 1, ["llama"])
 
 
 @pytest.mark.slow
 def test_wrapped_after_conversion_on_two_ranks_is_unwrapped(free_port):
-    mp.spawn(partial(on_rank), (2, free_port, ["llama", "gpt2", "timm_vit"]), nprocs=2)
+    on_ranks(2, free_port, wrap_each, 2, ["llama", "gpt2", "timm_vit"])
 
 
 @pytest.mark.slow

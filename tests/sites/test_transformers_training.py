@@ -2,12 +2,9 @@
 
 import copy
 import itertools
-from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -17,6 +14,7 @@ from levelhead.sites import transformers_host
 from levelhead.sites.host import installed_in
 from levelhead.store_checksum import checksum
 from matrix import VARIANTS, outputs, randomise, worst
+from ranks import on_ranks
 
 TRAINED = ("affine + gate", "sigma_reparam + quest", "sink", "qknorm_ds")
 
@@ -195,30 +193,24 @@ def test_case_a12_every_parameter_gets_a_gradient_on_every_step(variant):
         optimiser.step()
 
 
-def on_rank(rank, port, folder):
-    torch.set_num_threads(1)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
-    try:
-        for variant in VARIANTS:
-            model = HOSTS["timm_vit"].build().train()
-            lh.convert(model, variant, layers=[1])
-            ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
-            optimiser = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            generator = torch.Generator().manual_seed(rank)
-            for _ in range(3):
-                optimiser.zero_grad()
-                ddp(torch.randn(2, 3, 16, 16, generator=generator)).square().mean().backward()
-                optimiser.step()
-            with open(f"{folder}/{rank}.txt", "a") as file:
-                file.write(f"{variant} {checksum(model.state_dict())}\n")
-    finally:
-        dist.destroy_process_group()
+def train_every_variant(rank, folder):
+    for variant in VARIANTS:
+        model = HOSTS["timm_vit"].build().train()
+        lh.convert(model, variant, layers=[1])
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=False)
+        optimiser = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            optimiser.zero_grad()
+            ddp(torch.randn(2, 3, 16, 16, generator=generator)).square().mean().backward()
+            optimiser.step()
+        with open(f"{folder}/{rank}.txt", "a") as file:
+            file.write(f"{variant} {checksum(model.state_dict())}\n")
 
 
 @pytest.mark.slow
 def test_case_a12_ranks_stay_equal_without_unused_parameters(tmp_path, free_port):
-    mp.spawn(partial(on_rank), (free_port, str(tmp_path)), nprocs=2)
+    on_ranks(2, free_port, train_every_variant, str(tmp_path))
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert first == second
     assert len(first.splitlines()) == len(VARIANTS)

@@ -1,0 +1,43 @@
+"""Run a function on several gloo processes and wait until all are done."""
+
+import os
+import sys
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def on_ranks(num, port, work, *arguments):
+    """``work(rank, *arguments)`` on ``num`` processes; an error on any of them is raised here."""
+    mp.spawn(_enter, (num, port, work, arguments), nprocs=num)
+
+
+def _enter(rank, num, port, work, arguments):
+    torch.set_num_threads(1)
+    with joined(rank, num, port):
+        work(rank, *arguments)
+    leave()
+
+
+@contextmanager
+def joined(rank, num, port):
+    """This process as one rank of ``num``."""
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def leave():
+    """End this process, whose work is done, without taking the interpreter apart.
+
+    Gloo's threads outlive the process group once a functional collective has run, and one of
+    them that lets go of a tensor while Python finalizes aborts the process (pytorch#190489).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -61,9 +61,12 @@ class _Tile(NamedTuple):
 
     samples: slice
     heads: slice
+    is_all: bool
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tile's part of a tensor, whose first axes may be of size one."""
+        if self.is_all:
+            return tensor
         whole = slice(None)
         samples = self.samples if tensor.shape[0] > 1 else whole
         return tensor[samples, self.heads if tensor.shape[1] > 1 else whole]
@@ -89,9 +92,10 @@ class _Scores:
         area = max(1, num_queries * (self.key.shape[2] + self.num_sinks))
         room = _TILE_BYTES * torch.get_num_threads() // self.dtype.itemsize
         num_matrices = max(1, room // area)
+        is_all = num_matrices >= batch * num_heads
         for samples in _cuts(batch, max(1, num_matrices // num_heads)):
             for heads in _cuts(num_heads, num_matrices):
-                yield _Tile(samples, heads)
+                yield _Tile(samples, heads, is_all)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """Return memory of a name; what the tile before left there is lost."""

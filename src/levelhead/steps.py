@@ -220,14 +220,15 @@ def _derive_whole(model: nn.Module) -> None:
 def _end_step(model: nn.Module, args, output) -> None:
     if not model.training:
         return
+    is_one_of_many = "_shares" in vars(model)
+    if not is_one_of_many and not (dist.is_available() and dist.is_initialized()):
+        return
     states = [state for state in _states(model) if state.training]
-    if "_shares" in vars(model):
-        share = _pending(states)
+    share = _pending(states)
+    if is_one_of_many:
         vars(model)["_shares"].extend([] if share is None else [share])
-    elif dist.is_available() and dist.is_initialized():
-        share = _pending(states)
-        if share is not None:
-            _settle(states, share)
+    elif share is not None:
+        _settle(states, share)
 
 
 def _pending(states: list[StepState]) -> Tensor | None:

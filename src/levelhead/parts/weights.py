@@ -89,25 +89,24 @@ class Affine(StepState, Part):
 
     @torch.no_grad()
     def _move(self, alpha: Tensor, token_mask: Tensor | None) -> Tensor:
+        axes = (0, 2, 3) if self.per_head else (0, 1, 2, 3)
+        total, count = self._share[:-1], self._share[-1:]
         if token_mask is None:
-            weight = torch.ones_like(alpha)
+            total.copy_(alpha.sum(dim=axes))
+            count.fill_(alpha.numel() // total.numel())
         else:
             weight = token_mask[:, None, :, None].to(alpha.dtype).expand_as(alpha)
-        axes = (0, 2, 3) if self.per_head else (0, 1, 2, 3)
-        total = torch.atleast_1d((weight * alpha).sum(dim=axes))
-        count = torch.atleast_1d(weight.sum(dim=axes))
-        self._share.copy_(torch.cat([total, count[:1]]))
-        return self._finish(self._share)
+            total.copy_((weight * alpha).sum(dim=axes))
+            count.copy_(weight.sum() / total.numel())
+        return self._finish(total, count)
 
-    def _finish(self, share: Tensor) -> Tensor:
+    def _finish(self, total: Tensor, count: Tensor) -> Tensor:
         """Write and return the step's mean, from the sum and count of alpha."""
-        total, count = share[:-1], share[-1:]
-        average = total / count.clamp_min(1.0)
-        rho = torch.where(
-            self.num_steps_before > 0, self.rho, 0.0 if self.warm_start else self.rho
-        )
-        moved = rho * self.alpha_mean_before + (1 - rho) * average
-        self.alpha_mean.copy_(torch.where(count > 0, moved, self.alpha_mean_before))
+        before, average = self.alpha_mean_before, total / count.clamp_min(1.0)
+        moved = torch.lerp(average, before, self.rho)
+        if self.warm_start:
+            moved = torch.where(self.num_steps_before > 0, moved, average)
+        self.alpha_mean.copy_(torch.where(count > 0, moved, before))
         self.num_steps.copy_(self.num_steps_before + 1)
         return self.alpha_mean.clone()
 
@@ -115,13 +114,15 @@ class Affine(StepState, Part):
         return self._share
 
     def settle(self, total: Tensor) -> None:
-        self._finish(total)
+        self._finish(total[:-1], total[-1:])
 
     def terms(self, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> AffineTerms:
         """Return what scales and shifts the weights themselves, where they are at hand."""
         mask = mask.without_finite_bias()
-        count = visible_count(mask).clamp_min(1) if self.counts_visible else mask.num_keys
-        return AffineTerms(alpha, (mean - alpha) / count, mask.visible())
+        seen, count = mask.visible(), mask.num_keys
+        if seen is not None and self.counts_visible:
+            count = visible_count(mask).clamp_min(1)
+        return AffineTerms(alpha, (mean - alpha) / count, seen)
 
     def then(self, value: Tensor, mask: AttentionMask, alpha: Tensor, mean: Tensor) -> Then:
         """Return what scales and shifts the weights, on the output, without a T x S matrix."""

@@ -25,6 +25,7 @@ class AttentionMask:
         mask: True = may attend, broadcastable to ``[B, H, T, S]``, or None for "everything".
         bias: Added to the scores, same shape rule; what it forbids holds -inf. Or None.
         is_causal: Query t may attend to keys up to ``S - T + t`` only.
+        bias_forbids: Whether the bias holds -inf; None where nobody has looked.
     """
 
     num_queries: int
@@ -33,6 +34,7 @@ class AttentionMask:
     mask: Bool[Tensor, "#B #H #T #S"] | None = None
     bias: Float[Tensor, "#B #H #T #S"] | None = None
     is_causal: bool = False
+    bias_forbids: bool | None = None
 
     def for_sdpa(self, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
         """Return ``attn_mask`` and ``is_causal`` as ``F.scaled_dot_product_attention`` wants them.
@@ -86,12 +88,12 @@ class AttentionMask:
         Returns:
             This mask, or one without the bias.
         """
-        bias = self.bias
-        if bias is None or torch.compiler.is_compiling() or bias.device.type != "cpu":
+        if self.bias is None:
             return self
-        if bias.numel() == 0 or bias.detach().amin().item() == -torch.inf:
-            return self
-        return replace(self, bias=None)
+        forbids = self.bias_forbids
+        if forbids is None:
+            forbids = not _can_look(self.bias) or self.bias.detach().amin().item() == -torch.inf
+        return self if forbids else replace(self, bias=None)
 
     def apply(self, scores: Float[Tensor, "B H T S"]) -> Float[Tensor, "B H T S"]:
         """Add the bias to the scores and put -inf where a query may not attend.
@@ -125,7 +127,14 @@ class AttentionMask:
             None if part is None else _block(part, start, stop, last)
             for part in (self.mask, self.bias)
         )
-        return AttentionMask(stop - start, last, self.device, mask, bias, self.is_causal)
+        return replace(
+            self,
+            num_queries=stop - start,
+            num_keys=last,
+            mask=mask,
+            bias=bias,
+            bias_forbids=None if self.bias_forbids else self.bias_forbids,
+        )
 
     def keys(self) -> "AttentionMask":
         """Return the mask without its causality.
@@ -133,7 +142,7 @@ class AttentionMask:
         Returns:
             The same mask and bias for one query.
         """
-        return AttentionMask(1, self.num_keys, self.device, self.mask, self.bias)
+        return replace(self, num_queries=1, is_causal=False)
 
     @property
     def is_key_padding(self) -> bool:
@@ -232,6 +241,7 @@ def resolve_mask(
                 )
             )
         attn_mask = _four_axes("attn_mask", attn_mask, sizes)
+    bias_forbids = None
     if attn_bias is not None:
         if not isinstance(attn_bias, Tensor) or not attn_bias.is_floating_point():
             raise ValueError(
@@ -242,11 +252,13 @@ def resolve_mask(
                 )
             )
         attn_bias = _four_axes("attn_bias", attn_bias, sizes)
-        narrowest = min(torch.finfo(t.dtype).max for t in (attn_bias, query))
-        _require_finite_or_forbidden(attn_bias, narrowest)
-        lowest = -narrowest / 2
-        attn_bias = attn_bias.masked_fill(attn_bias <= lowest, -torch.inf)
-    return AttentionMask(sizes[2], sizes[3], query.device, attn_mask, attn_bias, is_causal)
+        highest = min(torch.finfo(t.dtype).max for t in (attn_bias, query))
+        bias_forbids = _forbids(attn_bias, highest) if _can_look(attn_bias) else None
+        if bias_forbids is not False:
+            attn_bias = attn_bias.masked_fill(attn_bias <= -highest / 2, -torch.inf)
+    return AttentionMask(
+        sizes[2], sizes[3], query.device, attn_mask, attn_bias, is_causal, bias_forbids
+    )
 
 
 def _require_no_more_queries(num_queries: int, num_keys: int) -> None:
@@ -274,13 +286,19 @@ def _four_axes(name: str, tensor: Tensor, sizes: tuple[int, int, int, int]) -> T
     return tensor if tensor.ndim == 4 else tensor[None, None]
 
 
-def _require_finite_or_forbidden(attn_bias: Tensor, highest: float) -> None:
-    if torch.compiler.is_compiling() or attn_bias.device.type != "cpu" or not attn_bias.numel():
-        return
-    largest = attn_bias.detach().amax().item()  # NaN wins a maximum; no T x S copy is made
+def _can_look(attn_bias: Tensor) -> bool:
+    is_on_cpu = not torch.compiler.is_compiling() and attn_bias.device.type == "cpu"
+    return is_on_cpu and attn_bias.numel() > 0
+
+
+def _forbids(attn_bias: Tensor, highest: float) -> bool:
+    """Whether some of a bias means "may not attend"; refuses NaN and +inf."""
+    ends = attn_bias.detach().aminmax()  # NaN wins both; no T x S copy is made
+    lowest, largest = ends.min.item(), ends.max.item()
     require(
         largest <= highest,
         "attn_bias may hold finite numbers and -inf",
         f"a maximum of {largest}",
         f"at most {highest}, the largest number of its dtype and of the query's",
     )
+    return lowest <= -highest / 2

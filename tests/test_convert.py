@@ -291,7 +291,7 @@ def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix
         "swin": {f"flash; while training plain (a position bias that learns on cpu), {builds}"},
         "mistral": {"flash, with its log-sum-exp"},
         "nystromformer": {"the host's own, through landmarks"},
-        "xcit": {f"plain, {builds}", "flash, with its log-sum-exp"},  # channels; class attention
+        "xcit": {f"plain, {builds}", "plain, for one query, before the value projection"},
     }
     half = lh.convert(HOSTS["gemma2"].build().bfloat16(), "gate")
     assert half.layers[0].kernel == "plain, over blocks of queries (soft cap)"

@@ -8,12 +8,14 @@ from levelhead.kernels import attention_backend, find_lse_kernel
 from levelhead.parts.normalisers import OffByOne
 from levelhead.sites.host import Installed
 from levelhead.sites.sites import AttentionSite
+from levelhead.sites.timm_host_class import mixes_tokens_first
 from levelhead.stages.masks import AttentionMask
 from levelhead.stages.score_matrix import is_smaller_than_queries
 
 TOKENS = 128
 PLAIN = ("math", "plain")
 """Kernels that build the T x S matrix."""
+_ONE_QUERY = "plain, for one query, before the value projection"
 _BLOCKS = "plain, over blocks of queries"
 
 
@@ -30,6 +32,8 @@ def kernel_in_words(site: AttentionSite, installed: Installed) -> str:
     """
     if site.kind == "landmark":
         return "the host's own, through landmarks"
+    if site.kind == "class" and mixes_tokens_first(site.module, installed):
+        return _ONE_QUERY
     if installed.inner.cap is not None:
         return _capped(site, installed.inner.cap.soft_cap)
     evaluating, training = (_name(site, installed, p) for p in (0.0, site.dropout_p))

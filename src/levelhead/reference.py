@@ -133,15 +133,39 @@ def attend_plainly(
     Returns:
         The output and the weights.
     """
-    extra_score = inner.normaliser.extra_score(query)
-    attn_weights = plain_weights(inner, query, key, extra_score, call.mask, call)
-    if inner.weights is not None:
-        coefficients = inner.weights.coefficients(hidden_states, call.token_mask)
-        attn_weights = inner.weights.plain(attn_weights, call.mask, *coefficients)
+    scores = wide_scores(query, key, call.scale)
+    attn_weights = final_weights(inner, query, scores, hidden_states, call)
     attn_output = attn_weights @ repeat_heads(value, query.shape[1])
     for part in inner.outputs():
         attn_output = part(attn_output, hidden_states)
     return ReferenceOutput(attn_output, attn_weights)
+
+
+def final_weights(
+    inner: Any,
+    query: Tensor,
+    scores: Float[Tensor, "B H T S"],
+    hidden_states: Tensor | None,
+    call: Call,
+) -> Float[Tensor, "B H T S"]:
+    """Return what multiplies the values: cap, mask, normaliser, dropout and weights stage.
+
+    Args:
+        inner: The inner attention.
+        query: Queries, after the norm part.
+        scores: Scaled dot products, in float32 or wider.
+        hidden_states: Input of the attention, or None.
+        call: The checked call.
+
+    Returns:
+        Weights in the dtype of the query.
+    """
+    extra_score = inner.normaliser.extra_score(query)
+    attn_weights = _normalised(inner, scores, extra_score, call.mask, call).to(query.dtype)
+    if inner.weights is not None:
+        coefficients = inner.weights.coefficients(hidden_states, call.token_mask)
+        attn_weights = inner.weights.plain(attn_weights, call.mask, *coefficients)
+    return attn_weights
 
 
 def plain_weights(
@@ -165,12 +189,29 @@ def plain_weights(
     Returns:
         Weights in the dtype of the query.
     """
-    compute_dtype = at_least_float32(query.dtype)
+    scores = wide_scores(query, key, call.scale)
+    return _normalised(inner, scores, extra_score, mask, call).to(query.dtype)
+
+
+def wide_scores(query: Tensor, key: Tensor, scale: float) -> Float[Tensor, "B H T S"]:
+    """Return ``plain_scores`` in float32 or wider, also under autocast.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        scale: Factor on the dot product.
+    """
+    wide = at_least_float32(query.dtype)
     with without_autocast(query.device.type):
-        scores = plain_scores(query.to(compute_dtype), key.to(compute_dtype), call.scale)
+        return plain_scores(query.to(wide), key.to(wide), scale)
+
+
+def _normalised(
+    inner: Any, scores: Tensor, extra_score: Tensor | None, mask: AttentionMask, call: Call
+) -> Tensor:
     if inner.cap is not None:
         scores = inner.cap.cap(scores)
     attn_weights = inner.normaliser.plain(mask.apply(scores), extra_score)
     if call.dropout_p > 0:
         attn_weights = torch.nn.functional.dropout(attn_weights, call.dropout_p)
-    return attn_weights.to(query.dtype)
+    return attn_weights

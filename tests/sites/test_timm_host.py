@@ -11,6 +11,7 @@ from converting import assert_same_gradients, gradients, install, randomise, uni
 from timm.layers.attention import Attention, AttentionRope
 from timm.layers.pos_embed_rel import RelPosBias
 from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
+from timm.models.cait import ClassAttn
 from timm.models.davit import ChannelAttention
 from timm.models.davit import WindowAttention as DavitWindow
 from timm.models.eva import EvaAttention
@@ -63,6 +64,8 @@ MODULES = {
     "swin": lambda: WindowAttention(E, H, head_dim=7, window_size=4),
     "swin_v2": lambda: CosineWindow(E, (4, 4), H),
     "swin_v2_late_bias": lambda: CosineWindow(E, (4, 4), H, qkv_bias_separate=True),
+    "class": lambda: ClassAttn(E, H),
+    "class_bias": lambda: ClassAttn(E, H, qkv_bias=True),
     "xca": lambda: XCA(E, H, qkv_bias=True),
     "davit_window": lambda: DavitWindow(E, (4, 4), H),
     "davit_channel": lambda: ChannelAttention(E, H, qkv_bias=True),

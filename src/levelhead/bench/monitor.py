@@ -198,13 +198,13 @@ def measure_growth(num_steps: int, folder: Path) -> list[dict[str, Any]]:
 
 
 def live_tensor_bytes() -> int:
-    """Add up the storages of all tensors that are alive.
+    """Add up the storages of all tensors that are alive and numbers in memory.
 
     Returns:
         Bytes.
     """
     gc.collect()
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())
 

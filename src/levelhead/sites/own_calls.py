@@ -76,3 +76,12 @@ def listen_to(module: nn.Module, emit: Emit) -> Callable[[], None]:
             vars(inner).pop("check", None)
 
     return stop
+
+
+def is_listened_to(inner: InnerAttention) -> bool:
+    """Say whether somebody hears what goes into an inner attention.
+
+    Args:
+        inner: The inner attention.
+    """
+    return "check" in vars(inner)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from levelhead.rows import unit_rows
 from levelhead.sites.host import Installed
 from levelhead.sites.timm_host_channels import attend_over_channels
+from levelhead.sites.timm_host_class import attend_from_class, mixes_tokens_first
 from levelhead.sites.timm_host_projections import (
     merge_heads,
     project_dense_heads,
@@ -163,6 +164,8 @@ class ClassForward(TimmForward):
     def forward(self, x: Tensor) -> Tensor:
         """Attend from the first token to all."""
         asks = x[:, :1]
+        if mixes_tokens_first(self, self.levelhead):
+            return self.finish(attend_from_class(self, x), asks)
         query, key, value = project_heads(self, asks, x)
         return self.finish(self.levelhead(query, key, value, asks), asks)
 

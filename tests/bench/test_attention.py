@@ -4,8 +4,9 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
-from levelhead.bench import attention
+from levelhead.bench import attention, attention_peers
 from levelhead.variants import VARIANTS
 
 # x-transformers scripts a function when it is imported.
@@ -45,3 +46,15 @@ def test_peers_are_timed_beside_the_same_variant(record):
     rows = times["forward_backward_over_x_transformers"]
     assert {"sink", "gate", "qknorm_hs"} <= set(rows)
     assert all(row["rounds"] >= 2 for row in rows.values())
+
+
+@pytest.mark.skipif(not HAS_PEERS, reason="x-transformers is not installed")
+@pytest.mark.parametrize("variant", attention_peers.peer_options(attention.HEAD_DIM))
+def test_a_peer_computes_the_same_numbers(variant):
+    case = attention.Case(num_tokens=13, batch=2, device="cpu", dtype=torch.float32)
+    found = []
+    for attend in (attention.attend_with(variant, case), attention_peers.peers(case)[variant]):
+        case.step(attend, backward=True)()
+        learning = [*case.qkv, *case.projected.values()]
+        found.append([attend(*case.qkv), *(t.grad for t in learning if t.grad is not None)])
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)

@@ -1,7 +1,6 @@
 """Every variant against plain SDPA: time and memory, in one process, alternating."""
 
 import argparse
-import importlib.util
 import json
 import platform
 import statistics
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from levelhead.bench.attention_peers import Precomputed, peers
 from levelhead.bench.timing import adjacent_times, compare_times, peak_extra_bytes, spread
 from levelhead.inner import InnerAttention
 from levelhead.steps import track_steps
@@ -34,7 +34,8 @@ def inner_variants() -> list[str]:
 class Case:
     """The same tensors for every variant: inputs, and a gradient for the output.
 
-    Heads lie beside each other in memory, as projections write and read them.
+    Heads lie beside each other in memory, as projections write and read them. ``projected`` holds,
+    by width, what a projection of the hidden states comes to.
     """
 
     def __init__(self, num_tokens: int, batch: int, device: str, dtype: torch.dtype):
@@ -44,12 +45,16 @@ class Case:
         self.qkv = [draw(*shape).transpose(1, 2).requires_grad_() for _ in range(3)]
         self.grad = draw(*shape).transpose(1, 2)
         self.hidden_states = draw(batch, num_tokens, NUM_HEADS * HEAD_DIM)
+        widths = (NUM_HEADS, NUM_HEADS * HEAD_DIM)
+        self.projected = {
+            width: draw(batch, num_tokens, width).requires_grad_() for width in widths
+        }
 
     def step(self, attend: Callable[..., Tensor], backward: bool) -> Callable[[], None]:
         """Return one forward (and backward) as a call without arguments."""
 
         def run() -> None:
-            for tensor in self.qkv:
+            for tensor in (*self.qkv, *self.projected.values()):
                 tensor.grad = None
             with torch.set_grad_enabled(backward):
                 attn_output = attend(*self.qkv)
@@ -76,24 +81,15 @@ def attend_with(variant: str, case: Case) -> Callable[..., Tensor]:
         device=like.device, dtype=like.dtype,
     )  # fmt: skip
     track_steps(inner)
-    _precompute_projections(inner, case.hidden_states)
+    _precompute_projections(inner, case)
     return lambda *qkv: inner(*qkv, case.hidden_states, is_causal=True)
 
 
-class _Precomputed(torch.nn.Module):
-    def __init__(self, linear: torch.nn.Linear, hidden_states: Tensor):
-        super().__init__()
-        self.projected = torch.nn.Parameter(linear(hidden_states).detach())
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.projected
-
-
-def _precompute_projections(inner: InnerAttention, hidden_states: Tensor) -> None:
+def _precompute_projections(inner: InnerAttention, case: Case) -> None:
     for part in (inner.weights, inner.gate):
         for name, child in list(part.named_children()) if part is not None else []:
             if isinstance(child, torch.nn.Linear):
-                setattr(part, name, _Precomputed(child, hidden_states))
+                setattr(part, name, Precomputed(case.projected[child.out_features]))
 
 
 def projection_calls(case: Case) -> dict[str, Callable[[], None]]:
@@ -106,51 +102,6 @@ def projection_calls(case: Case) -> dict[str, Callable[[], None]]:
         hidden_states = case.hidden_states.clone().requires_grad_()
         calls[name] = lambda linear=linear, x=hidden_states: linear(x).sum().backward()
     return calls
-
-
-def peers(case: Case) -> dict[str, Callable[..., Tensor]]:
-    """Return the same variants in x-transformers, where it is installed."""
-    if importlib.util.find_spec("x_transformers") is None:
-        return {}
-    from x_transformers.attend import Attend
-
-    def attend(**options: Any) -> Callable[..., Tensor]:
-        module = Attend(causal=True, heads=NUM_HEADS, **options).to(case.grad)
-        return lambda q, k, v: module(q, k, v)[0]
-
-    def qk_norm(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key = (F.normalize(x, dim=-1) for x in (query, key))
-        return normed(query, key, value)
-
-    plain = attend(flash=True)
-    normed = attend(flash=True, scale=HEAD_DIM**0.5)
-    gate_logits = torch.nn.Parameter(torch.randn_like(case.hidden_states))
-
-    def gate(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        merged = plain(query, key, value).transpose(1, 2).flatten(2)
-        return (merged * gate_logits.sigmoid()).unflatten(2, (NUM_HEADS, -1)).transpose(1, 2)
-
-    return {
-        "qknorm_hs": qk_norm,
-        "gate": gate,
-        **_sink_peers(attend),
-    }
-
-
-def _sink_peers(attend: Callable[..., Any]) -> dict[str, Callable[..., Tensor]]:
-    import inspect
-
-    from x_transformers.attend import Attend
-
-    known = inspect.signature(Attend.__init__).parameters
-    found = {}
-    if "softclamp_logits" in known:
-        found[OPTIONS["soft_cap"]] = attend(softclamp_logits=True, logit_softclamp_value=50.0)
-    if "head_learned_sink" in known:
-        found["sink"] = attend(head_learned_sink=True)
-    if "add_zero_kv" in known:
-        found["off_by_one"] = attend(add_zero_kv=True, flash=True)
-    return found
 
 
 def measure_times(

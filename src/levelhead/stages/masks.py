@@ -127,14 +127,12 @@ class AttentionMask:
             None if part is None else _block(part, start, stop, last)
             for part in (self.mask, self.bias)
         )
+        # A part of a bias that forbids something may forbid nothing: it is looked at anew.
+        forbids = None if self.bias_forbids else self.bias_forbids
         return replace(
-            self,
-            num_queries=stop - start,
-            num_keys=last,
-            mask=mask,
-            bias=bias,
-            bias_forbids=None if self.bias_forbids else self.bias_forbids,
-        )
+            self, num_queries=stop - start, num_keys=last, mask=mask, bias=bias,
+            bias_forbids=forbids,
+        )  # fmt: skip
 
     def keys(self) -> "AttentionMask":
         """Return the mask without its causality.

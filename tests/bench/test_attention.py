@@ -1,5 +1,6 @@
 """The attention benchmark: every term is timed beside plain SDPA, and its memory counted."""
 
+import importlib.metadata
 import importlib.util
 import json
 
@@ -44,7 +45,8 @@ def test_the_table_has_a_line_for_each(record):
 def test_peers_are_timed_beside_the_same_variant(record):
     (times,) = record["times"]
     rows = times["forward_backward_over_x_transformers"]
-    assert {"sink", "gate", "qknorm_hs"} <= set(rows)
+    assert set(rows) == set(attention_peers.peer_options(attention.HEAD_DIM))
+    assert record["x_transformers"] == importlib.metadata.version("x-transformers")
     assert all(row["rounds"] >= 2 for row in rows.values())
 
 

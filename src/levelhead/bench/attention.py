@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from levelhead.bench.attention_peers import Precomputed, peers
+from levelhead.bench.attention_peers import SOFT_CAP, Precomputed, peer_version, peers
 from levelhead.bench.timing import adjacent_times, compare_times, peak_extra_bytes, spread
 from levelhead.inner import InnerAttention
 from levelhead.steps import track_steps
@@ -22,7 +22,7 @@ BATCH, NUM_HEADS, HEAD_DIM = 2, 12, 64
 MEMORY_TOKENS = 8192
 PEER_TOKENS = 2048
 """Longest sequence that x-transformers is timed at: it builds the matrix of scores for some."""
-OPTIONS = {"soft_cap": "soft_cap(cap=50.0)"}
+OPTIONS = {"soft_cap": f"soft_cap(cap={SOFT_CAP})"}
 
 
 def inner_variants() -> list[str]:
@@ -193,6 +193,7 @@ def run(
     return {
         "benchmark": "attention",
         "torch": torch.__version__,
+        "x_transformers": peer_version(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "machine": platform.machine(),

@@ -1,10 +1,13 @@
 """The same variants in x-transformers: its own attention layer, on rows that are projected."""
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+
+SOFT_CAP = 50.0
 
 
 class Inputs(Protocol):
@@ -54,9 +57,16 @@ def peer_options(head_dim: int) -> dict[str, dict[str, Any]]:
         "qknorm": {"flash": True, "qk_norm": True, "qk_norm_scale": 1.0},
         "qknorm_hs": {"flash": True, "qk_norm": True, "qk_norm_scale": head_dim**0.5},
         "qknorm_ds": {"flash": True, "qk_rmsnorm": True},
-        "soft_cap(cap=50.0)": {"softclamp_logits": True, "logit_softclamp_value": 50.0},
+        f"soft_cap(cap={SOFT_CAP})": {"softclamp_logits": True, "logit_softclamp_value": SOFT_CAP},
         "gate": {"flash": True, "gate_values": True},
     }
+
+
+def peer_version() -> str | None:
+    """Return which x-transformers is installed, or None."""
+    if importlib.util.find_spec("x_transformers") is None:
+        return None
+    return importlib.metadata.version("x-transformers")
 
 
 def peers(case: Inputs) -> dict[str, Callable[..., Tensor]]:
@@ -71,7 +81,7 @@ def peers(case: Inputs) -> dict[str, Callable[..., Tensor]]:
     Returns:
         Variant to ``(query, key, value) -> output``; empty without x-transformers.
     """
-    if importlib.util.find_spec("x_transformers") is None:
+    if peer_version() is None:
         return {}
     return {
         variant: _attend_with(options, case)

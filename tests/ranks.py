@@ -10,8 +10,15 @@ import torch.multiprocessing as mp
 
 
 def on_ranks(num, port, work, *arguments):
-    """``work(rank, *arguments)`` on ``num`` processes; an error on any of them is raised here."""
-    mp.spawn(_enter, (num, port, work, arguments), nprocs=num)
+    """``work(rank, *arguments)`` on ``num`` processes; an error on any of them is raised here.
+
+    The processes are forked from one that has loaded the libraries and computed nothing: forked
+    from this one they would inherit autograd's threads, which do not survive it.
+    """
+    mp.get_context("forkserver").set_forkserver_preload(["ranks", "levelhead"])
+    mp.start_processes(
+        _enter, (num, port, work, arguments), nprocs=num, start_method="forkserver"
+    )
 
 
 def _enter(rank, num, port, work, arguments):

@@ -125,11 +125,19 @@ def count_graphs(module, lengths):
     return counter.frame_count
 
 
+LENGTHS = (5, 7, 11, 13)
+
+
+@pytest.fixture(scope="module")
+def stock_graphs():
+    return count_graphs(Stock(), LENGTHS)
+
+
 @pytest.mark.compile
 @pytest.mark.parametrize(
     "variant", [*all_terms(), "affine(warm_start=True)", "spectral(form='svd')", full_house()]
 )
-def test_compile_fullgraph_gives_the_same_and_does_not_recompile_per_length(variant):
+def test_compile_fullgraph_gives_the_same_and_does_not_recompile_per_length(variant, stock_graphs):
     """No more graphs than stock: one for the first length, one for all others.
 
     The forward hook of ``track_steps`` on the compiled root is one more small graph of its own.
@@ -137,13 +145,11 @@ def test_compile_fullgraph_gives_the_same_and_does_not_recompile_per_length(vari
     layer = layer_of(variant)
     plain = copy.deepcopy(layer)
     has_state = any(hasattr(module, "advance") for module in layer.modules())
-    lengths = (5, 7, 11, 13)
     torch.manual_seed(1)
-    graphs = count_graphs(layer, lengths)
-    assert graphs <= count_graphs(Stock(), lengths) + has_state
+    assert count_graphs(layer, LENGTHS) <= stock_graphs + has_state
     torch.compiler.reset()
     torch.manual_seed(1)
-    for length in lengths:
+    for length in LENGTHS:
         plain(sample(length), is_causal=True).sum().backward()
     for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad, atol=1e-4, rtol=1e-4)

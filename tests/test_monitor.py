@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from capturing import assert_put_back
@@ -20,7 +19,7 @@ from levelhead.monitor_alerts import Watch
 from levelhead.monitor_gradients import gradient_squares
 from levelhead.monitor_sites import scalars
 from levelhead.monitor_writers import as_writer
-from ranks import leave
+from ranks import on_ranks
 
 
 class Net(nn.Module):
@@ -531,10 +530,7 @@ def _split(how):
     return fully_shard(net, mesh=mesh)
 
 
-def _rank(rank, how, port, folder, found):
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _rank(rank, how, folder):
     model = _split(how)
     calls, all_reduce = [], dist.all_reduce
 
@@ -556,26 +552,14 @@ def _rank(rank, how, port, folder, found):
             model(states(rank, batch=1))
             monitor.note(loss=broken, grad_norm=1.0)
             monitor.end_step()
-    found.put((rank, calls, latest[0], os.path.exists(path), monitor.measured_steps))
-    found.close()
-    found.join_thread()
-    dist.destroy_process_group()
-    leave()
+    found = [calls, latest[0], os.path.exists(path), monitor.measured_steps]
+    torch.save(found, f"{folder}/{rank}.pt")
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_two_processes_reduce_twice_a_measured_step_and_agree(how, tmp_path, free_port):
-    context = mp.get_context("fork")
-    queue = context.Queue()
-    workers = [
-        context.Process(target=_rank, args=(rank, how, free_port, str(tmp_path), queue))
-        for rank in range(2)
-    ]
-    for worker in workers:
-        worker.start()
-    found = {rank: rest for rank, *rest in (queue.get(timeout=60) for _ in workers)}
-    for worker in workers:
-        worker.join(60)
+    on_ranks(2, free_port, _rank, how, str(tmp_path))
+    found = {rank: torch.load(tmp_path / f"{rank}.pt") for rank in range(2)}
     measured = found[0][3]
     assert found[1][3] == measured == [0, 2, 4, 5]  # after 4, where rank 1 was alarmed, comes 5
     for calls, *_ in found.values():

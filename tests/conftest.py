@@ -1,5 +1,6 @@
 """Shared by all tests: a fixed seed, and the shape checker where it is asked for."""
 
+import gc
 import socket
 
 import pytest
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("compile"):
                 item.add_marker(skip)
+
+
+def pytest_collection_finish(session):
+    """Spare the garbage collector the libraries: they stay, and it would walk through them often."""
+    gc.collect()
+    gc.freeze()
 
 
 _HOOK = pytest.StashKey()

@@ -16,9 +16,7 @@ def on_ranks(num, port, work, *arguments):
     from this one they would inherit autograd's threads, which do not survive it.
     """
     mp.get_context("forkserver").set_forkserver_preload(["ranks", "levelhead"])
-    mp.start_processes(
-        _enter, (num, port, work, arguments), nprocs=num, start_method="forkserver"
-    )
+    mp.start_processes(_enter, (num, port, work, arguments), nprocs=num, start_method="forkserver")
 
 
 def _enter(rank, num, port, work, arguments):

@@ -13,6 +13,8 @@ SMALL = ["--layers", "1", "--tokens", "16", "--images", "0", "--repeats", "1", "
 def short_stretch(monkeypatch):
     monkeypatch.setattr(monitor, "CADENCE_STEPS", 4)
     monkeypatch.setattr(monitor, "STRETCH", 2)
+    monkeypatch.setattr(monitor, "VIT_STEPS", 2)
+    monkeypatch.setattr(monitor, "VOCAB_SIZE", 101)
 
 
 def test_small_run_writes_a_record_with_every_figure(tmp_path, capsys):

@@ -23,6 +23,8 @@ TINY = [
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    # What datasets waits for threads of a remote file at the end of every stream: here are none.
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     datasets.disable_progress_bars()
 
 

@@ -26,6 +26,8 @@ from levelhead.monitor import Monitor
 
 SETTINGS = ("layers", "tokens", "images", "repeats", "steps")
 CADENCE, CADENCE_STEPS = 50, 200
+VIT_STEPS, VIT_ROUNDS = 20, 10  # steps so short want many: in a timing, and of these in a round
+VOCAB_SIZE = 50257  # of the published GPT-2
 STRETCH = 5  # long steps are compared in short stretches: the machine changes within minutes
 JACOBIAN_TOKENS = 8
 # What the figures must stay below.
@@ -55,7 +57,7 @@ def gpt2(num_layers: int, num_tokens: int) -> tuple[nn.Module, Tensor]:
     """
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_layer=num_layers, n_positions=num_tokens)
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_layer=num_layers, n_positions=num_tokens)
     return GPT2LMHeadModel(config), torch.randint(config.vocab_size, (1, num_tokens))
 
 
@@ -319,7 +321,7 @@ def parts_of(
     vit = small_vit()
     parts: dict[str, Part] = {
         "small ViT, steps": on_one_thread(
-            lambda: measure_step("small ViT", *vit, 10 * repeats, folder, 20)
+            lambda: measure_step("small ViT", *vit, VIT_ROUNDS * repeats, folder, VIT_STEPS)
         ),
         "small ViT, cadence": on_one_thread(
             lambda: measure_cadence("small ViT", *vit, folder, CADENCE_STEPS, repeats)

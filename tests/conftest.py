@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """Spare the garbage collector the libraries: they stay, and it would walk through them often."""
+    """Spare the garbage collector the libraries, which stay: it would walk through them often."""
     gc.collect()
     gc.freeze()
 

@@ -13,7 +13,8 @@ def on_ranks(num, port, work, *arguments):
     """``work(rank, *arguments)`` on ``num`` processes; an error on any of them is raised here.
 
     The processes are forked from one that has loaded the libraries and computed nothing: forked
-    from this one they would inherit autograd's threads, which do not survive it.
+    from this one they would inherit autograd's threads, which do not survive it. Many tensors go
+    in a file: each tensor of ``arguments`` is a file descriptor, and a process takes few of them.
     """
     mp.get_context("forkserver").set_forkserver_preload(["ranks", "levelhead"])
     mp.start_processes(_enter, (num, port, work, arguments), nprocs=num, start_method="forkserver")

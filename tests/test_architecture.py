@@ -22,7 +22,7 @@ PACKAGES = {"levelhead.bench"}
 
 LEVELS = {
     0: ("shapes", "terms", "rows", "linalg", "lanczos", "kernels", "sharding", "exits", "modes",
-        "fused", "plain_gradients", "score_tiles"),
+        "fused", "plain_gradients", "score_tiles", "compiled"),
     1: ("stages", "reference", "init", "measure"),
     2: ("steps", "parts", "variants", "sizes", "capped", "visible", "inner", "attention"),
     3: ("sites.sites", "sites.find", "sites.layout", "sites.reading", "sites.own_sites",

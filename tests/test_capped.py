@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import levelhead as lh
-from levelhead import capped
+from levelhead import capped_tiles
+from levelhead.capped_compiled import CompiledCapped, has_compiled_kernel
 
 B, H, HKV, T, S, D, DV = 2, 6, 3, 11, 13, 5, 7
 
@@ -12,12 +13,20 @@ B, H, HKV, T, S, D, DV = 2, 6, 3, 11, 13, 5, 7
 @pytest.fixture(params=["one tile", "many tiles"])
 def _tile_size(request, monkeypatch):
     if request.param == "many tiles":
-        monkeypatch.setattr(capped, "_TILE_QUERIES", 3)
-        monkeypatch.setattr(capped, "_TILE_KEYS", 5)
-        monkeypatch.setattr(capped, "_DIAGONAL_KEYS", 2)
+        monkeypatch.setattr(capped_tiles, "_TILE_QUERIES", 3)
+        monkeypatch.setattr(capped_tiles, "_TILE_KEYS", 5)
+        monkeypatch.setattr(capped_tiles, "_DIAGONAL_KEYS", 2)
         heads_at_a_time = 4
         room = 3 * 5 * 8 * heads_at_a_time
-        monkeypatch.setattr(capped, "_TILE_BYTES", room // torch.get_num_threads())
+        monkeypatch.setattr(capped_tiles, "_TILE_BYTES", room // torch.get_num_threads())
+
+
+@pytest.fixture(params=["compiled", "tiles"])
+def _form(request, monkeypatch):
+    if request.param == "tiles":
+        monkeypatch.setattr(CompiledCapped, "fits", lambda *inputs: False)
+    elif not has_compiled_kernel():
+        pytest.skip("no C compiler for this processor")
 
 
 def draw(*shape, dtype=torch.float64):
@@ -66,6 +75,7 @@ def test_output_and_gradients_are_those_of_the_reference(normaliser, masks):
     torch.testing.assert_close(found, torch.autograd.grad(expected, learning, grad))
 
 
+@pytest.mark.usefixtures("_form")
 @pytest.mark.parametrize("cap", [2.0, 50.0])
 @pytest.mark.parametrize("size", [0.01, 1.0, 10.0])
 def test_float32_is_as_near_to_float64_as_its_scores_allow(cap, size):

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 import levelhead as lh
 from hosts import HOSTS
-from levelhead import convert_checks
+from levelhead import convert_checks, convert_kernels
 from levelhead.convert_report import LayerChange
 from levelhead.sites.combining import HOST_TERMS
 from levelhead.sites.host import host_of, installed_in
@@ -275,7 +275,8 @@ def run_alone(site, num_tokens, options):
     return output if bias is None else output - bias
 
 
-def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix():
+def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix(monkeypatch):
+    monkeypatch.setattr(convert_kernels, "has_compiled_kernel", lambda: True)
     kernels = {
         name: {layer.kernel for layer in lh.convert(HOSTS[name].build(), variant).layers}
         for name, variant in (
@@ -287,12 +288,15 @@ def test_case_a16_the_report_names_the_kernel_and_says_when_it_builds_the_matrix
     assert kernels == {
         "llama": {"flash"},
         "bert": {f"flash; while training math (dropout_p=0.1 on cpu), {builds}"},
-        "gemma2": {"tiles of scores (soft cap)"},
+        "gemma2": {"compiled tiles of scores (soft cap)"},
         "swin": {f"flash; while training plain (a position bias that learns on cpu), {builds}"},
         "mistral": {"flash, with its log-sum-exp"},
         "nystromformer": {"the host's own, through landmarks"},
         "xcit": {f"plain, {builds}", "plain, for one query, before the value projection"},
     }
+    monkeypatch.setattr(convert_kernels, "has_compiled_kernel", lambda: False)
+    without_compiler = lh.convert(HOSTS["gemma2"].build(), "gate")
+    assert without_compiler.layers[0].kernel == "tiles of scores (soft cap)"
     half = lh.convert(HOSTS["gemma2"].build().bfloat16(), "gate")
     assert half.layers[0].kernel == "plain, over blocks of queries (soft cap)"
     wide = lh.Attention(48, 3, head_dim=320)

@@ -1,33 +1,19 @@
-"""Attention with capped scores on a CPU, where no fused kernel bends scores.
-
-Tiles of scores that stay in the caches of the cores, computed once in the forward pass and once
-more in the backward pass; no matrix of scores is kept. With
-
-    cap tanh(x / cap) = 2 cap sigmoid(2 x / cap) - cap
-
-the constant drops out of the softmax, and torch's sigmoid takes a fifth of the time of its tanh;
-weights are powers of two, which take 0.4 of the time of powers of e.
-"""
+"""Attention with capped scores on a CPU, where no fused kernel of torch bends scores."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from levelhead.capped_compiled import CompiledCapped
+from levelhead.capped_tiles import CappedTiles
 from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
 from levelhead.shapes import without_autocast
 from levelhead.stages.masks import AttentionMask
 
-_TILE_QUERIES = 256
-_TILE_KEYS = 256
-_DIAGONAL_KEYS = 128
-_TILE_BYTES = 3 * 2**19
-"""Of one tile of scores for each thread: heads enough for the threads to share."""
-_LOG2_E = math.log2(math.e)
 _DTYPES = (torch.float32, torch.float64)
 _SCORE_ERROR = 1e-5
 """Scores are rounded as if they were as large as the cap: accepted up to this much."""
@@ -59,110 +45,6 @@ def fits_capped_attention(
     return soft_cap * torch.finfo(query.dtype).eps <= _SCORE_ERROR
 
 
-@dataclass(frozen=True)
-class _Tile:
-    """Some queries and some keys, of some heads of one sample."""
-
-    sample: int
-    heads: slice
-    queries: slice
-    keys: slice
-
-    def of_queries(self, tensor: Float[Tensor, "B H T *"]) -> Float[Tensor, "h t *"]:
-        """Return the queries' part of a tensor."""
-        return tensor[self.sample, self.heads, self.queries]
-
-    def of_keys(self, tensor: Float[Tensor, "B H S *"]) -> Float[Tensor, "h s *"]:
-        """Return the keys' part of a tensor."""
-        return tensor[self.sample, self.heads, self.keys]
-
-    def of_mask(self, tensor: Tensor) -> Tensor:
-        """Return the tile's part of a mask, whose axes may be of size one."""
-        cuts = (slice(self.sample, self.sample + 1), self.heads, self.queries, self.keys)
-        sizes = zip(tensor.shape, cuts, strict=True)
-        return tensor[tuple(slice(None) if size == 1 else cut for size, cut in sizes)][0]
-
-
-class _Scores:
-    """The scores of a call, tile by tile, in buffers that are used again.
-
-    A level is where a capped score lies in its band, 0 at ``-cap`` and 1 at ``cap``:
-    ``sigmoid(2 scale q k^T / cap)``. With a bias it may lie anywhere; ``slope`` times a
-    difference of levels is a difference of scores, for powers of two.
-    """
-
-    def __init__(self, query, key, mask: AttentionMask, scale: float, cap: float):
-        self.query, self.key, self.mask = query, key, mask
-        self.to_band, self.cap = 2 * scale / cap, cap
-        self.slope = 2 * cap * _LOG2_E
-        area = min(query.shape[2], _TILE_QUERIES) * min(key.shape[2], _TILE_KEYS)
-        room = _TILE_BYTES * torch.get_num_threads() // query.element_size()
-        self.num_heads = max(1, min(query.shape[1], room // max(1, area)))
-        self.buffers = query.new_empty(3, self.num_heads * area).unbind()
-
-    def tiles(self) -> Iterator[_Tile]:
-        """Yield all tiles in which a query sees a key, those of a query one after the other."""
-        batch, num_heads, num_queries, _ = self.query.shape
-        for sample in range(batch):
-            for heads in _cuts(0, num_heads, self.num_heads):
-                for queries in _cuts(0, num_queries, _TILE_QUERIES):
-                    for seen, keys in self._keys(queries):
-                        yield _Tile(sample, heads, seen, keys)
-
-    def _keys(self, queries: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield keys and which of the queries see one of them; narrow along the diagonal."""
-        if not self.mask.is_causal:
-            yield from ((queries, keys) for keys in _cuts(0, self.mask.num_keys, _TILE_KEYS))
-            return
-        past = self.mask.num_keys - self.mask.num_queries
-        diagonal = past + queries.start
-        yield from ((queries, keys) for keys in _cuts(0, diagonal, _TILE_KEYS))
-        for keys in _cuts(diagonal, past + queries.stop, _DIAGONAL_KEYS):
-            yield slice(keys.start - past, queries.stop), keys
-
-    def buffer(self, number: int, tile: _Tile) -> Float[Tensor, "h t s"]:
-        """Return a buffer for a tile."""
-        shape = [cut.stop - cut.start for cut in (tile.heads, tile.queries, tile.keys)]
-        return self.buffers[number][: math.prod(shape)].view(shape)
-
-    def levels(self, tile: _Tile) -> Float[Tensor, "h t s"]:
-        """Return the levels of a tile, without its mask."""
-        query = tile.of_queries(self.query) * self.to_band
-        key = tile.of_keys(self.key)
-        return torch.bmm(query, key.mT, out=self.buffer(0, tile)).sigmoid_()
-
-    def biased(self, levels: Tensor, tile: _Tile, out: Tensor) -> Float[Tensor, "h t s"]:
-        """Return the levels with the bias; the levels themselves, and ``out`` free, if none."""
-        if self.mask.bias is None:
-            return levels
-        bias = tile.of_mask(self.mask.bias)
-        return torch.add(levels, bias, alpha=1 / (2 * self.cap), out=out)
-
-    def exponents(
-        self, levels: Tensor, top: Tensor, log_total: Tensor, out: Tensor
-    ) -> Float[Tensor, "h t s"]:
-        """Return ``slope (levels - top) - log_total``; with a bias, differences come first.
-
-        Of biases as large as 1e9, on a whole row, only the differences have digits.
-        """
-        if self.mask.bias is None:
-            return torch.add(top * -self.slope - log_total, levels, alpha=self.slope, out=out)
-        return torch.add(-log_total, torch.sub(levels, top, out=out), alpha=self.slope, out=out)
-
-    def hide_(self, values: Float[Tensor, "h t s"], tile: _Tile) -> None:
-        """Put -inf where a query may not attend."""
-        if self.mask.mask is not None:
-            values.masked_fill_(~tile.of_mask(self.mask.mask), -torch.inf)
-        past = self.mask.num_keys - self.mask.num_queries
-        num_seen = past + tile.queries.start + 1 - tile.keys.start  # by the first query
-        if self.mask.is_causal and num_seen < values.shape[2]:
-            values.add_(values.new_full(values.shape[1:], -torch.inf).triu_(num_seen))
-
-
-def _cuts(start: int, stop: int, size: int) -> Iterator[slice]:
-    return (slice(first, min(first + size, stop)) for first in range(start, stop, size))
-
-
 class CappedAttention(torch.autograd.Function):
     """Softmax of capped scores, with or without a sink, times values.
 
@@ -176,8 +58,9 @@ class CappedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sink_score, mask, scale, cap, plain):
         with without_autocast("cpu"):
-            scores = _Scores(query, key, mask, scale, cap)
-            output, *normaliser = _attend(scores, value, sink_score)
+            form = _form(query, mask, key, value, sink_score)
+            scores = form(query, key, value, mask, scale, cap)
+            output, *normaliser = scores.attend(_sink_level(sink_score, query.dtype, cap))
         inputs = (query, key, value, sink_score, mask.mask, mask.bias)
         ctx.save_for_backward(*inputs, output, *normaliser)
         ctx.mask = replace(mask, mask=None, bias=None)
@@ -192,84 +75,29 @@ class CappedAttention(torch.autograd.Function):
             return *found, None, None, None, None
         mask = replace(ctx.mask, mask=parts[0], bias=parts[1])
         with without_autocast("cpu"):
-            scores = _Scores(query, key, mask, ctx.scale, ctx.cap)
+            form = _form(query, mask, key, value, sink_score, *grads)
+            scores = form(query, key, value, mask, ctx.scale, ctx.cap)
             moved = (grads[0] * output).sum(dim=-1, keepdim=True)
-            found = _gradients(scores, value, top, log_total, grads[0], moved)
+            found = scores.gradients(top, log_total, grads[0], moved)
+            level = _sink_level(sink_score, top.dtype, ctx.cap)
             grad_sink = None
-            if sink_score is not None:
-                level = _sink_level(sink_score.to(top.dtype), ctx.cap)
-                weights = ((level - top) * scores.slope - log_total).exp2_()
+            if level is not None:
+                slope = 2 * ctx.cap * math.log2(math.e)
+                weights = ((level - top) * slope - log_total).exp2_()
                 grad_sink = -(weights * moved).sum(dim=(0, 2, 3))
         return *found, grad_sink, None, None, None, None
 
 
-def _sink_level(sink_score: Float[Tensor, " H"], cap: float) -> Float[Tensor, "H 1 1"]:
+def _form(
+    query: Tensor, mask: AttentionMask, *others: Tensor | None
+) -> type[CompiledCapped] | type[CappedTiles]:
+    return CompiledCapped if CompiledCapped.fits(query, mask, *others) else CappedTiles
+
+
+def _sink_level(
+    sink_score: Float[Tensor, " H"] | None, dtype: torch.dtype, cap: float
+) -> Float[Tensor, "H 1 1"] | None:
     """Return where the sink lies on the scale of levels."""
-    return ((sink_score + cap) / (2 * cap))[:, None, None]
-
-
-def _attend(
-    scores: _Scores, value: Tensor, sink_score: Tensor | None
-) -> tuple[Float[Tensor, "B H T Dv"], Float[Tensor, "B H T 1"], Float[Tensor, "B H T 1"]]:
-    """Return the output, the highest level, and log2 of the sum of the weights from there.
-
-    Sums over the tiles so far count from the highest level so far.
-    """
-    batch, num_heads, num_queries, _ = scores.query.shape
-    # Heads of a token side by side, and no view: it may be written in place.
-    output = torch.empty_permuted(
-        (batch, num_heads, num_queries, value.shape[-1]), (0, 2, 1, 3), dtype=value.dtype
-    ).zero_()
-    top, total = scores.query.new_zeros(2, batch, num_heads, num_queries, 1).unbind()
-    zero = total.new_zeros(())
-    if sink_score is None:  # below every bias that does not forbid
-        top.fill_(-0.75 * torch.finfo(top.dtype).max / max(1.0, scores.slope))
-    else:
-        top.copy_(_sink_level(sink_score.to(top.dtype), scores.cap))
-        total.fill_(1.0)
-    for tile in scores.tiles():
-        levels = scores.levels(tile)
-        levels = scores.biased(levels, tile, out=levels)
-        scores.hide_(levels, tile)
-        before = tile.of_queries(top)
-        highest = torch.maximum(before, levels.amax(dim=-1, keepdim=True))
-        kept = ((before - highest) * scores.slope).exp2_()
-        weights = scores.exponents(levels, highest, zero, out=levels).exp2_()
-        tile.of_queries(total).mul_(kept).add_(weights.sum(dim=-1, keepdim=True))
-        tile.of_queries(output).mul_(kept).add_(torch.bmm(weights, tile.of_keys(value)))
-        before.copy_(highest)
-    total.clamp_min_(0.5)  # of queries that see nothing; the others' hold a term of one
-    return output.div_(total), top, total.log2_()
-
-
-def _gradients(
-    scores: _Scores, value: Tensor, top: Tensor, log_total: Tensor, grad: Tensor, moved: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value.
-
-    Args:
-        scores: Of the call.
-        value: Values.
-        top: The highest levels, as ``_attend`` returned them.
-        log_total: Likewise.
-        grad: Gradient of the output.
-        moved: Its products with the output, summed over the width of a head.
-    """
-    inputs = (scores.query, scores.key, value)
-    grad_query, grad_key, grad_value = (torch.zeros_like(tensor) for tensor in inputs)
-    slope = 2 * scores.cap * scores.to_band  # of a score by q k^T, over that of sigmoid
-    for tile in scores.tiles():
-        levels = scores.levels(tile)
-        weights, change = scores.buffer(1, tile), scores.buffer(2, tile)
-        biased = scores.biased(levels, tile, out=weights)
-        scores.exponents(biased, *(tile.of_queries(t) for t in (top, log_total)), out=weights)
-        scores.hide_(weights, tile)
-        grad_rows = tile.of_queries(grad)
-        tile.of_keys(grad_value).add_(torch.bmm(weights.exp2_().mT, grad_rows))
-        torch.bmm(grad_rows, tile.of_keys(value).mT, out=change)
-        change.sub_(tile.of_queries(moved)).mul_(weights)
-        torch.ops.aten.sigmoid_backward.grad_input(change, levels, grad_input=change)
-        query, key = tile.of_queries(scores.query), tile.of_keys(scores.key)
-        tile.of_queries(grad_query).add_(torch.bmm(change, key), alpha=slope)
-        tile.of_keys(grad_key).add_(torch.bmm(change.mT, query), alpha=slope)
-    return grad_query, grad_key, grad_value
+    return (
+        None if sink_score is None else ((sink_score.to(dtype) + cap) / (2 * cap))[:, None, None]
+    )

@@ -149,7 +149,8 @@ _TABLE = (
         "scores = cap * tanh(scores / cap)",
         "Gemma Team 2024, arXiv 2408.00118", "0", "cap -> inf",
         "a hard bound on scores where a norm is not wanted", SoftCap,
-        fused="tiles of scores in a core's cache on a CPU in float32 (caps up to 83) and "
+        fused="tiles of scores in a core's cache on a CPU in float32 (caps up to 83; without a "
+        "bias by a kernel compiled when first needed, on Linux with a C compiler and AVX2) and "
         "float64; elsewhere (no fused kernel of torch caps scores) the plain form over blocks of "
         "queries, recomputed in the backward pass (kept for torch.func); the whole T x S form "
         "when compiled",

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from levelhead.capped_compiled import CompiledCapped
+from levelhead.capped_kernel import CappedKernel
 from levelhead.capped_tiles import CappedTiles
 from levelhead.modes import is_forward_mode, is_transformed
 from levelhead.plain_gradients import needs_plain_gradients, plain_gradients
@@ -59,8 +59,8 @@ class CappedAttention(torch.autograd.Function):
     def forward(ctx, query, key, value, sink_score, mask, scale, cap, plain):
         with without_autocast("cpu"):
             form = _form(query, mask, key, value, sink_score)
-            scores = form(query, key, value, mask, scale, cap)
-            output, *normaliser = scores.attend(_sink_level(sink_score, query.dtype, cap))
+            attention = form(query, key, value, mask, scale, cap)
+            output, *normaliser = attention.attend(_sink_level(sink_score, query.dtype, cap))
         inputs = (query, key, value, sink_score, mask.mask, mask.bias)
         ctx.save_for_backward(*inputs, output, *normaliser)
         ctx.mask = replace(mask, mask=None, bias=None)
@@ -76,9 +76,9 @@ class CappedAttention(torch.autograd.Function):
         mask = replace(ctx.mask, mask=parts[0], bias=parts[1])
         with without_autocast("cpu"):
             form = _form(query, mask, key, value, sink_score, *grads)
-            scores = form(query, key, value, mask, ctx.scale, ctx.cap)
+            attention = form(query, key, value, mask, ctx.scale, ctx.cap)
             moved = (grads[0] * output).sum(dim=-1, keepdim=True)
-            found = scores.gradients(top, log_total, grads[0], moved)
+            found = attention.gradients(top, log_total, grads[0], moved)
             level = _sink_level(sink_score, top.dtype, ctx.cap)
             grad_sink = None
             if level is not None:
@@ -90,8 +90,8 @@ class CappedAttention(torch.autograd.Function):
 
 def _form(
     query: Tensor, mask: AttentionMask, *others: Tensor | None
-) -> type[CompiledCapped] | type[CappedTiles]:
-    return CompiledCapped if CompiledCapped.fits(query, mask, *others) else CappedTiles
+) -> type[CappedKernel] | type[CappedTiles]:
+    return CappedKernel if CappedKernel.fits(query, mask, *others) else CappedTiles
 
 
 def _sink_level(

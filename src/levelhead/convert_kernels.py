@@ -3,7 +3,7 @@
 import torch
 
 from levelhead.capped import fits_capped_attention
-from levelhead.capped_compiled import has_compiled_kernel
+from levelhead.compiled import find_compiler
 from levelhead.convert_probe import OVER_CHANNELS
 from levelhead.kernels import attention_backend, find_lse_kernel
 from levelhead.parts.normalisers import OffByOne
@@ -54,10 +54,11 @@ def _capped(site: AttentionSite, soft_cap: float) -> str:
     query = weight.new_empty(1, 1, 1, 1)
     if not fits_capped_attention(query, AttentionMask(1, 1, query.device), 0.0, soft_cap):
         return f"{_BLOCKS} (soft cap)"
-    is_compiled = weight.dtype == torch.float32 and has_compiled_kernel()
-    words = f"{'compiled ' if is_compiled else ''}tiles of scores (soft cap)"
+    words = "tiles of scores (soft cap)"
     if site.has_position_bias:
         return f"{words}; while training {_BLOCKS} (a position bias that learns)"
+    if weight.dtype == torch.float32 and find_compiler() is not None:
+        words = f"compiled {words}"
     if site.dropout_p > 0:
         return f"{words}; while training {_BLOCKS} (dropout_p={site.dropout_p:g})"
     return words

@@ -149,11 +149,11 @@ _TABLE = (
         "scores = cap * tanh(scores / cap)",
         "Gemma Team 2024, arXiv 2408.00118", "0", "cap -> inf",
         "a hard bound on scores where a norm is not wanted", SoftCap,
-        fused="tiles of scores in a core's cache on a CPU in float32 (caps up to 83; without a "
-        "bias by a kernel compiled when first needed, on Linux with a C compiler and AVX2) and "
-        "float64; elsewhere (no fused kernel of torch caps scores) the plain form over blocks of "
-        "queries, recomputed in the backward pass (kept for torch.func); the whole T x S form "
-        "when compiled",
+        fused="on a CPU tiles of scores in a core's cache: in float32 (caps up to 83) by a C "
+        "kernel compiled when first needed (Linux, AVX2, a C compiler; README), by torch's "
+        "operators without one, with a bias and in float64. Elsewhere, for no fused kernel of "
+        "torch caps scores, the plain form over blocks of queries, recomputed in the backward "
+        "pass (kept for torch.func); the whole T x S form when compiled by torch",
     ),
     VariantInfo(
         "affine", "weights", "weights",

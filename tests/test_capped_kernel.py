@@ -62,10 +62,11 @@ def build(cap, normaliser, width):
     return lh.InnerAttention(variant, embed_dim=H * width, num_heads=H, head_dim=width)
 
 
-def check(inner, query, key, value, *, tolerance=3e-6, **masks):
+def check(inner, query, key, value, *, tolerance=3e-6, least=0.1, **masks):
     """Compare output and every gradient, each to its own largest entry.
 
-    Where that is below a tenth, as of one key's gradients, to a tenth: entries cancel there.
+    Where that is below ``least``, as of the gradients where a query sees one key, to ``least``:
+    there terms of about one cancel.
     """
     assert CappedKernel.fits(query, lh.inner.resolve_mask(query, key, **full(masks)))
     inputs = [t.detach().requires_grad_() for t in (query, key, value)]
@@ -80,7 +81,7 @@ def check(inner, query, key, value, *, tolerance=3e-6, **masks):
     wanted = [expected, *torch.autograd.grad(expected, learning, grad.double())]
     for got, want in zip(found, wanted, strict=True):
         assert got.shape == want.shape
-        assert (got - want).abs().max() <= tolerance * max(0.1, want.abs().max())
+        assert (got - want).abs().max() <= tolerance * max(least, want.abs().max())
 
 
 def full(masks):
@@ -127,17 +128,18 @@ def test_widths_of_a_head_that_fill_no_register_and_many(width, value_width, is_
 @given(
     st.integers(1, 300), st.integers(0, 300), st.integers(1, 40), st.booleans(),
     st.sampled_from(NORMALISERS), st.sampled_from([(1, 1), (B, 1), (1, H), (B, H)]),
-    st.booleans(), st.floats(0.02, 0.98),
+    st.booleans(), st.floats(0.02, 0.98), st.integers(0, 2**31),
 )  # fmt: skip
 def test_output_and_gradients_under_a_mask_in_which_a_query_may_see_nothing(
-    num_queries, num_more, width, is_causal, normaliser, axes, is_wide, density
+    num_queries, num_more, width, is_causal, normaliser, axes, is_wide, density, seed
 ):
+    torch.manual_seed(seed)
     num_keys = num_queries + num_more
     query, key, value = (rows(B, H, n, width) for n in (num_queries, num_keys, num_keys))
     mask = torch.rand(*axes, num_queries if is_wide else 1, num_keys) < density
     mask[0, 0, 0] = False
     inner = build(2.0, normaliser, width)
-    check(inner, 2 * query, key, value, attn_mask=mask, is_causal=is_causal)
+    check(inner, 2 * query, key, value, attn_mask=mask, is_causal=is_causal, least=1.0)
 
 
 def test_a_query_that_sees_nothing_gives_exact_zeros_and_zero_gradients():
@@ -219,7 +221,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_rows_may_lie_in_memory_as_they_like(layout):
     # Of equal keys the query's gradient is a sum that cancels.
-    check(build(2.0, "softmax", 16), *layout(), is_causal=True, tolerance=5e-5)
+    check(build(2.0, "softmax", 16), *layout(), is_causal=True, tolerance=1e-5, least=1.0)
 
 
 def test_a_gradient_may_lie_in_memory_as_it_likes():

@@ -93,12 +93,12 @@ def rows(*shape):
 
 
 @pytest.mark.usefixtures("_instructions")
-@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("normaliser", ["softmax", "sink(start=0.7)"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
     ("num_queries", "num_keys"),
     # Below, at and above the sizes of panels, tiles and blocks of queries.
-    [(1, 1), (1, 521), (61, 67), (191, 193), (192, 256), (257, 257), (193, 769), (577, 577)],
+    [(1, 521), (61, 67), (191, 193), (192, 256), (257, 257), (193, 769)],
 )
 def test_output_and_gradients_around_the_sizes_of_its_tiles(
     num_queries, num_keys, is_causal, normaliser

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from levelhead.compiled import find_compiler
 from levelhead.harness import compare as compare_module
 from levelhead.harness import step_times, workers
 from levelhead.harness import summary as summary_module
@@ -15,6 +16,7 @@ from levelhead.harness.compare import compare
 from levelhead.harness.config import DEFAULT_VARIANTS, Cell, CompareSettings, cells
 from levelhead.harness.processes import Result
 from levelhead.harness.reading import read_task
+from levelhead.harness.runs import RunFolder
 from levelhead.harness.show import comparison_table, show_summary
 from levelhead.harness.statistics import paired_difference
 from levelhead.harness.tasks import (
@@ -70,6 +72,15 @@ def test_the_folder_says_how_to_make_the_numbers_again(tmp_path):
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert CompareSettings(**config["settings"]) == settings
     assert {"levelhead", "torch", "python", "commit", "processor"} <= set(config["environment"])
+
+
+@pytest.mark.parametrize("compile_", ["0", "1"])
+def test_the_folder_says_what_compiled_the_kernels(tmp_path, monkeypatch, compile_):
+    monkeypatch.setenv("LEVELHEAD_COMPILE", compile_)
+    RunFolder(tmp_path).open_grid({"tasks": []})
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert config["environment"]["compiler"] == find_compiler()
+    assert compile_ == "1" or find_compiler() is None
 
 
 def test_finished_cells_are_never_trained_again(tmp_path, monkeypatch):

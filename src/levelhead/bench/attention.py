@@ -14,6 +14,7 @@ from torch import Tensor
 
 from levelhead.bench.attention_peers import SOFT_CAP, Precomputed, peer_version, peers
 from levelhead.bench.timing import adjacent_times, compare_times, peak_extra_bytes, spread
+from levelhead.compiled import find_compiler
 from levelhead.inner import InnerAttention
 from levelhead.steps import track_steps
 from levelhead.variants import VARIANTS
@@ -197,6 +198,7 @@ def run(
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
         "machine": platform.machine(),
+        "compiler": find_compiler(),
         "dtype": dtype,
         "batch": BATCH,
         "heads": NUM_HEADS,

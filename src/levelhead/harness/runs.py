@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import yaml
 
+from levelhead.compiled import find_compiler
 from levelhead.harness.config import task_name
 from levelhead.shapes import require
 
@@ -221,6 +222,7 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "compiler": find_compiler(),  # of kernels that round otherwise than torch's operators
         "started_at": _now(),
     }
 

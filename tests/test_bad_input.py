@@ -30,6 +30,9 @@ def qkv(num_queries=5, num_keys=7, num_heads=H, head_dim=D):
         (lambda: lh.Attention(12, 3, head_dim=-1), "sizes must be positive, got embed_dim=12, head_dim=-1"),
         (lambda: lh.Attention(12, 3, dropout_p=1.0), r"dropout_p must be in \[0, 1\), got dropout_p=1.0"),
         (lambda: lh.Attention(12, 3, scale=float("nan")), "scale must be finite, got scale=nan"),
+        (lambda: lh.Attention(12.0, 3), "embed_dim must be an integer, got embed_dim=12.0"),
+        (lambda: lh.Attention(12, 3, num_kv_heads=True + 0.5), "num_kv_heads must be an integer, got num_kv_heads=1.5"),
+        (lambda: lh.Attention(12, 3, dtype=torch.int32), "dtype must be floating-point, got dtype=torch.int32"),
         (lambda: inner("spectral"), "act on q, k and v projections.*levelhead.Attention, or levelhead.convert"),
     ],
 )  # fmt: skip
@@ -50,6 +53,13 @@ def test_construction(build, words):
         ({"attn_bias": torch.full((5, 7), torch.inf)}, "attn_bias may hold finite numbers and -inf, got a maximum of inf"),
         ({"token_mask": torch.ones(2, 4, dtype=torch.bool)}, r"token_mask must be boolean \[B, T\] = \[2, 5\]"),
         ({"token_mask": torch.ones(2, 5)}, "token_mask must be boolean"),
+        ({"attn_mask": torch.ones(5, 7, dtype=torch.bool, device="meta")}, "attn_mask must be on the device of the query, got attn_mask on meta, query on cpu"),
+        ({"attn_bias": torch.ones(5, 7, device="meta")}, "attn_bias must be on the device of the query, got attn_bias on meta"),
+        ({"scale": float("nan")}, "scale must be finite, got scale=nan"),
+        ({"scale": float("inf")}, "scale must be finite, got scale=inf"),
+        ({"dropout_p": -0.5}, r"dropout_p must be in \[0, 1\), got dropout_p=-0.5"),
+        ({"dropout_p": 1.0}, r"dropout_p must be in \[0, 1\), got dropout_p=1.0"),
+        ({"dropout_p": float("nan")}, r"dropout_p must be in \[0, 1\), got dropout_p=nan"),
     ],
 )  # fmt: skip
 def test_masks(call, words):
@@ -105,6 +115,10 @@ def test_hidden_states(variant):
         match=r"hidden_states must be \[B, T, 12\], got hidden_states=Tensor\[2, 5, 11\]",
     ):
         layer(torch.randn(2, 5, 11))
+    with pytest.raises(ValueError, match=words.format(r"Tensor\[2, 5, 12\] of torch.int64")):
+        inner(variant)(*qkv(), torch.ones(2, 5, E, dtype=torch.int64))
+    with pytest.raises(ValueError, match="hidden_states must be a floating-point tensor, got"):
+        layer(torch.ones(2, 5, E, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"context must be \[B, T, 12\]"):
         layer(torch.randn(2, 5, E), torch.randn(5, E))
 

@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 
 import pytest
 import yaml
@@ -244,6 +245,27 @@ def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch, capsys)
     assert last_line(capsys.readouterr().err) == (
         "levelhead: typer is not installed: pip install 'levelhead[cli]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "extra"), [("PIL", "timm"), ("pandas.core", "report"), ("rich", "cli")]
+)
+def test_a_missing_module_is_named_with_the_extra_that_brings_it(module, extra):
+    error = ModuleNotFoundError(f"No module named {module!r}", name=module)
+    expected = f"{module.split('.')[0]} is not installed: pip install 'levelhead[{extra}]'"
+    assert exits.explain(error) == (2, expected)
+
+
+def test_every_extra_that_is_named_exists():
+    assert set(exits.EXTRAS.values()) <= set(metadata("levelhead").get_all("Provides-Extra"))
+
+
+@pytest.mark.parametrize(
+    ("name", "default"), [("compare", "runs/DATA-HASH"), ("train", "runs/train-NAME-HASH")]
+)
+def test_help_says_where_a_run_is_kept(name, default):
+    shown = CliRunner().invoke(app, [name, "--help"]).output
+    assert default in re.sub(r"[\s│]+", " ", shown)
 
 
 def test_explanations_are_one_line():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from levelhead.inner import InnerAttention, Rope, to_autocast_dtype
 from levelhead.parts.projections import WHICH, Projections
 from levelhead.reference import attend_plainly
-from levelhead.shapes import complaint, describe
+from levelhead.shapes import complaint, describe, require_float
 from levelhead.sharding import whole_parameters
 from levelhead.sizes import check_sizes
 from levelhead.steps import StartsFromWeights
@@ -197,6 +197,7 @@ class Attention(StartsFromWeights):
         return self._merge(self.inner.attend(query, key, value, hidden_states, call))
 
     def _check_input(self, name: str, tensor: Tensor, width: int) -> None:
+        require_float(**{name: tensor})
         if tensor.ndim != 3 or tensor.shape[-1] != width:
             rule = f"{name} must be [B, T, {width}]"
             raise ValueError(complaint(rule, f"{name}={describe(tensor)}"))

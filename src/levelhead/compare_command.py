@@ -89,7 +89,7 @@ def compare(
         int, typer.Option(min=0, help="How often a training whose process died is begun again.")
     ] = 2,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; default runs/<data>-<hash>.")
+        Path | None, typer.Option(help="Folder of the run; default runs/DATA-HASH.")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Trainings side by side; default one for each core.")

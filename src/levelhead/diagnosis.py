@@ -108,8 +108,14 @@ class Diagnosis:
 
         Returns:
             Columns layer, layer_idx, head (-1 for a whole layer), metric, value, convention.
+
+        Raises:
+            ImportError: pandas is missing.
         """
-        import pandas
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError("a frame needs pandas: pip install 'levelhead[report]'") from error
 
         names = [column.name for column in fields(Record)]
         return pandas.DataFrame([asdict(record) for record in self.records], columns=names)

@@ -8,6 +8,12 @@
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 CLI_INSTALL = "pip install 'levelhead[cli]'"
+EXTRAS = {
+    "PIL": "timm", "accelerate": "train", "datasets": "train", "jinja2": "report",
+    "pandas": "report", "safetensors": "transformers", "timm": "timm", "torchvision": "timm",
+    "transformers": "transformers", "x_transformers": "bench",
+}  # fmt: skip
+"""What brings a module that the command line can do without."""
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -22,7 +28,9 @@ def explain(error: Exception) -> tuple[int, str]:
     if hasattr(error, "format_message"):  # of the command line: click's, or typer's own copy of it
         return BAD_INPUT, " ".join(error.format_message().split())  # pyright: ignore
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return BAD_INPUT, f"{error.name} is not installed: {CLI_INSTALL}"
+        module = error.name.split(".")[0]
+        extra = EXTRAS.get(module, "cli")
+        return BAD_INPUT, f"{module} is not installed: pip install 'levelhead[{extra}]'"
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
         return BAD_INPUT, f"{error.strerror}{where}"

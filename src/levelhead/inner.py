@@ -121,8 +121,7 @@ class InnerAttention(nn.Module):
         scale: float | None,
         dropout_p: float,
     ) -> None:
-        require(0.0 <= dropout_p < 1.0, "dropout_p must be in [0, 1)", f"dropout_p={dropout_p}")
-        require(scale is None or math.isfinite(scale), "scale must be finite", f"scale={scale}")
+        _check_factors(scale, dropout_p)
         self.variant, self.shape, self.dropout_p = variant, shape, dropout_p
         self.scale = shape.head_dim**-0.5 if scale is None else scale
         self.norm, self.normaliser = parts["norm"], parts["normaliser"]
@@ -250,9 +249,11 @@ class InnerAttention(nn.Module):
             ValueError: Something does not fit.
         """
         check_attention_inputs(query, key, value)
+        _check_factors(scale, dropout_p)
         if token_mask is not None:
             _check_token_mask(token_mask, query)
         mask = resolve_mask(query, key, attn_mask, attn_bias, is_causal)
+        _check_device(query, attn_mask=mask.mask, attn_bias=mask.bias)
         if token_mask is None and self.weights is not None and self.training:
             token_mask = real_queries(mask.without_finite_bias())
         factor = self.norm.score_scale(self.scale if scale is None else scale)
@@ -263,7 +264,9 @@ class InnerAttention(nn.Module):
     def _check_hidden_states(self, query: Tensor, hidden_states: Tensor | None) -> None:
         batch, _, num_queries, _ = query.shape
         width = self.shape.embed_dim
-        if hidden_states is None or hidden_states.shape != (batch, num_queries, width):
+        shape = (batch, num_queries, width)
+        is_float = hidden_states is not None and hidden_states.is_floating_point()
+        if hidden_states is None or not is_float or hidden_states.shape != shape:
             raise ValueError(
                 complaint(
                     f"{self.variant} reads hidden_states, the input of the attention",
@@ -371,6 +374,20 @@ def _then(part: nn.Module, hidden_states: Tensor | None) -> Then:
     if type(part) is Precondition and not is_observed(part):
         return part.mapped()
     return lambda attn_output: part(attn_output, hidden_states)
+
+
+def _check_factors(scale: float | None, dropout_p: float | None) -> None:
+    if scale is not None and not abs(scale) < math.inf:  # NaN is no less than anything
+        raise ValueError(complaint("scale must be finite", f"scale={scale}"))
+    if dropout_p is not None and not 0.0 <= dropout_p < 1.0:
+        raise ValueError(complaint("dropout_p must be in [0, 1)", f"dropout_p={dropout_p}"))
+
+
+def _check_device(query: Tensor, **masks: Tensor | None) -> None:
+    for name, mask in masks.items():
+        if mask is not None and mask.device != query.device:
+            came = f"{name} on {mask.device}, query on {query.device}"
+            raise ValueError(complaint(f"{name} must be on the device of the query", came))
 
 
 def _check_token_mask(token_mask: Tensor, query: Tensor) -> None:

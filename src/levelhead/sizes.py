@@ -1,5 +1,6 @@
 """The sizes of an attention, checked, with the defaults filled in."""
 
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -34,8 +35,21 @@ def check_sizes(
         The sizes.
 
     Raises:
-        ValueError: A size that is not positive or does not divide another.
+        ValueError: A size that is no positive integer or does not divide another, or a dtype of
+            integers.
     """
+    sizes = {
+        "embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim, "kv_embed_dim": kv_embed_dim,
+    }  # fmt: skip
+    for name, size in sizes.items():
+        require(
+            size is None or isinstance(size, Integral), f"{name} must be an integer",
+            f"{name}={size!r}",
+        )  # fmt: skip
+    require(
+        dtype is None or dtype.is_floating_point, "dtype must be floating-point", f"dtype={dtype}"
+    )
     if head_dim is None:
         require_divides("num_heads", num_heads, "embed_dim", embed_dim)
         head_dim = embed_dim // num_heads

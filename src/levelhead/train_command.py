@@ -51,7 +51,7 @@ def train(
     ] = "default",
     seed: Annotated[int, typer.Option(min=0, help="Of start, data order and dropout.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run; default runs/train-<name>-<hash>.")
+        Path | None, typer.Option(help="Folder of the run; default runs/train-NAME-HASH.")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the training in the folder.")

@@ -448,9 +448,11 @@ def test_what_does_not_survive_holm_is_marked():
     values = {"softmax": [90.0] * 3, "quest": weak}
     assert summary_of(values)["rows"][1]["shown"] == "better"
     noise = {f"soft_cap(cap={cap})": [90.5, 89.0, 90.2] for cap in (20.0, 30.0, 40.0, 50.0)}
-    row = summary_of(values | noise)["rows"][1]
+    summary = summary_of(values | noise)
+    row = summary["rows"][1]
     assert (row["verdict"], row["stands"]) == ("better", False)
     assert row["shown"] == "better, not after Holm"
+    assert "quest: better than softmax, not after Holm: +1.08" in "\n".join(summary["reading"])
 
 
 def test_an_older_folder_opens_and_goes_on(tmp_path):

@@ -65,6 +65,11 @@ def test_the_other_jobs_are_done_once(after_deaths):
         assert attempts(folder, name) == 1
 
 
+def test_every_step_of_what_is_done_was_told(after_deaths):
+    _, results, steps = after_deaths
+    assert sum(steps) == sum(result.value is not None for result in results.values()) == 5
+
+
 def test_nobody_is_left(after_deaths):
     assert not multiprocessing.active_children()
 

@@ -5,16 +5,17 @@ import json
 import platform
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from levelhead.bench.arguments import device, not_negative, out_file, positive
 from levelhead.bench.attention_peers import SOFT_CAP, Precomputed, peer_version, peers
 from levelhead.bench.timing import adjacent_times, compare_times, peak_extra_bytes, spread
 from levelhead.compiled import find_compiler
+from levelhead.harness.runs import replace_text
 from levelhead.inner import InnerAttention
 from levelhead.steps import track_steps
 from levelhead.variants import VARIANTS
@@ -248,15 +249,19 @@ def main(argv: list[str] | None = None) -> int:
         0.
     """
     parser = argparse.ArgumentParser(prog="levelhead bench attention", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--repeats", type=int, default=7, help="least timed rounds")
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[1024, 4096])
+    parser.add_argument("--repeats", type=positive, default=7, help="least timed rounds")
     parser.add_argument(
         "--seconds", type=float, default=0.0, help="least time spent on a comparison's rounds"
     )
-    parser.add_argument("--memory-tokens", type=int, default=MEMORY_TOKENS, help="0 to leave out")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--memory-tokens", type=not_negative, default=MEMORY_TOKENS, help="0 to leave out"
+    )
+    parser.add_argument(
+        "--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--out", type=out_file, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
     record = run(
@@ -266,7 +271,5 @@ def main(argv: list[str] | None = None) -> int:
     text = json.dumps(record, indent=2)
     print(text if chosen.json else table(record))
     if chosen.out is not None:
-        temporary = chosen.out.with_suffix(".tmp")
-        temporary.write_text(text + "\n")
-        temporary.replace(chosen.out)
+        replace_text(chosen.out, text + "\n")
     return 0

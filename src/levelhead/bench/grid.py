@@ -18,6 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from levelhead.bench.arguments import out_file, positive
+from levelhead.harness.runs import replace_text
+
 OUTSIDE_BAR = 0.05
 NUM_VARIANTS = 6  # of the default comparison
 
@@ -96,9 +99,9 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="levelhead bench grid", description=__doc__)
     parser.add_argument("--data", default="digits")
-    parser.add_argument("--runs", type=int, default=60)
-    parser.add_argument("--workers", type=int, help="processes; default one for each core")
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--runs", type=positive, default=60)
+    parser.add_argument("--workers", type=positive, help="processes; default one for each core")
+    parser.add_argument("--out", type=out_file, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
     found = measure_grid(chosen.data, chosen.runs, chosen.workers)
@@ -115,5 +118,5 @@ def main(argv: list[str] | None = None) -> int:
     text = json.dumps(record, indent=1)
     print(text if chosen.json else table(record))
     if chosen.out is not None:
-        chosen.out.write_text(text + "\n")
+        replace_text(chosen.out, text + "\n")
     return 0 if holds else 1

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from levelhead.bench.arguments import out_file, positive
 from levelhead.harness.config import Cell
+from levelhead.harness.runs import replace_text
 from levelhead.harness.seeding import named_seed
 from levelhead.harness.tasks import Task, make_task, resolve_task
 from levelhead.harness.train import start_model
@@ -175,8 +177,8 @@ def main(argv: list[str] | None = None) -> int:
         0 if every figure stays below its bar, else 1.
     """
     parser = argparse.ArgumentParser(prog="levelhead bench harness", description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--steps", type=positive, default=200)
+    parser.add_argument("--out", type=out_file, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
     record = run(chosen.steps)
@@ -188,5 +190,5 @@ def main(argv: list[str] | None = None) -> int:
             verdict = "ok" if row["holds"] else "ABOVE"
             print(f"{verdict:5} {row['ratio']:8.3f}  bar {row['bar']:.2f}  {row['name']}")
     if chosen.out is not None:
-        chosen.out.write_text(text + "\n")
+        replace_text(chosen.out, text + "\n")
     return 0 if all(row["holds"] for row in record["results"]) else 1

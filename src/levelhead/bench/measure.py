@@ -4,10 +4,10 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from levelhead.bench.arguments import device, out_file, positive
 from levelhead.bench.measure_jacobian import (
     FULL_SIZES,
     SMALL_SIZES,
@@ -16,6 +16,7 @@ from levelhead.bench.measure_jacobian import (
     measure_tightness,
 )
 from levelhead.bench.measure_rows import measure_concentration, measure_sensitivity
+from levelhead.harness.runs import replace_text
 
 Options = argparse.Namespace
 
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     text = json.dumps(record, indent=2)
     print(text if options.json else table(record))
     if options.out is not None:
-        Path(options.out).write_text(text + "\n")
+        replace_text(options.out, text + "\n")
     return 0 if all(row["holds"] for row in record["results"]) else 1
 
 
@@ -113,14 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="levelhead bench measure", description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=PARTS, default=list(PARTS), help="some parts, all by default")
-    add("--rows", type=int, default=20_000, help="sensitivity: rows of each kind")
-    add("--keys", type=int, default=1024, help="sensitivity: keys of each row")
-    add("--tokens", type=int, default=8192, help="concentration: T = S")
-    add("--repeats", type=int, default=3, help="rounds of each comparison")
-    add("--autograd-repeats", type=int, default=1, help="jacobian: rounds, a minute each")
-    add("--nets", type=int, default=100, help="jacobian: random nets for the bounds")
+    add("--rows", type=positive, default=20_000, help="sensitivity: rows of each kind")
+    add("--keys", type=positive, default=1024, help="sensitivity: keys of each row")
+    add("--tokens", type=positive, default=8192, help="concentration: T = S")
+    add("--repeats", type=positive, default=3, help="rounds of each comparison")
+    add("--autograd-repeats", type=positive, default=1, help="jacobian: rounds, a minute each")
+    add("--nets", type=positive, default=100, help="jacobian: random nets for the bounds")
     add("--small", action="store_true", help="jacobian: sizes of seconds, for a first look")
-    add("--device", default="cpu")
-    add("--out", help="write the record here as JSON")
+    add("--device", type=device, default="cpu")
+    add("--out", type=out_file, help="write the record here as JSON")
     add("--json", action="store_true", help="print the record as JSON")
     return parser

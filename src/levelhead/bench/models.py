@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from levelhead.bench.arguments import out_file, positive
 from levelhead.bench.model_cases import CASES, LARGE, LARGE_TINY, TINY, UNFUSED, Case
 from levelhead.bench.timing import adjacent_times, peak_extra_bytes, spread
 from levelhead.convert import convert, restore
+from levelhead.harness.runs import replace_text
 from levelhead.shapes import require_known
 
 THROUGHPUT_BARS = {
@@ -199,9 +201,7 @@ def _kept(fresh: dict[str, Any], out: Path | None) -> dict[str, Any]:
 
 def _keep(record: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        temporary = out.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record, indent=2) + "\n")
-        temporary.replace(out)
+        replace_text(out, json.dumps(record, indent=2) + "\n")
 
 
 def bar(model: str, variant: str) -> float | None:
@@ -261,13 +261,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="levelhead bench models", description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--variants", nargs="+", default=list(THROUGHPUT_BARS))
-    parser.add_argument("--repeats", type=int, default=3, help="least timed rounds")
+    parser.add_argument("--repeats", type=positive, default=3, help="least timed rounds")
     parser.add_argument(
         "--seconds", type=float, default=60.0, help="least time spent on the rounds of a model"
     )
     parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
     parser.add_argument(
-        "--out", type=Path, help="keep the record here as JSON, and go on with one that is there"
+        "--out",
+        type=out_file,
+        help="keep the record here as JSON, and go on with one that is there",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from levelhead.bench.arguments import not_negative, out_file, positive
 from levelhead.bench.timing import compare_times, peak_extra_bytes, ratios
 from levelhead.diagnose import diagnose
 from levelhead.harness.models.vit import ViT, ViTConfig
@@ -423,13 +424,19 @@ def main(argv: list[str] | None = None) -> int:
         0 if every figure stays below its bar, else 1.
     """
     parser = argparse.ArgumentParser(prog="levelhead bench monitor", description=__doc__)
-    parser.add_argument("--layers", type=int, default=12, help="of the GPT-2; 0 leaves it out")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--images", type=int, default=8, help="for diagnose; 0 leaves it out")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds of each comparison")
-    parser.add_argument("--steps", type=int, default=1000, help="for memory; 0 leaves it out")
     parser.add_argument(
-        "--out", type=Path, help="keep the record here, after every part, and go on with one"
+        "--layers", type=not_negative, default=12, help="of the GPT-2; 0 leaves it out"
+    )
+    parser.add_argument("--tokens", type=positive, default=512)
+    parser.add_argument(
+        "--images", type=not_negative, default=8, help="for diagnose; 0 leaves it out"
+    )
+    parser.add_argument("--repeats", type=positive, default=7, help="rounds of each comparison")
+    parser.add_argument(
+        "--steps", type=not_negative, default=1000, help="for memory; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--out", type=out_file, help="keep the record here, after every part, and go on with one"
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)

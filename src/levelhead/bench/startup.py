@@ -6,11 +6,11 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from levelhead.bench.arguments import out_file, positive
 from levelhead.bench.timing import compare_times, ratios
 from levelhead.harness.runs import replace_text
 
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         0 if the import stays below its bar, else 1.
     """
     parser = argparse.ArgumentParser(prog="levelhead bench startup", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15, help="rounds")
-    parser.add_argument("--out", type=Path, help="write the record here as JSON")
+    parser.add_argument("--repeats", type=positive, default=15, help="rounds")
+    parser.add_argument("--out", type=out_file, help="write the record here as JSON")
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     chosen = parser.parse_args(argv)
     record = run(chosen.repeats)

@@ -334,7 +334,9 @@ def _serve(connection: Connection, work: Work) -> None:
         connection.send(("ready", None))
         while True:
             job = connection.recv()
-            message = _attempt(job, work, _reporter(connection))
+            report = _Reporter(connection)
+            message = _attempt(job, work, report)
+            report.send()
             connection.send(message)
             if message[0] == "died":
                 return  # with it goes whatever memory is left behind
@@ -351,19 +353,25 @@ def _attempt(job: Any, work: Work, report: Report) -> tuple[str, Any]:
         return "raised", (_picklable(error), traceback.format_exc())
 
 
-def _reporter(connection: Connection) -> Report:
-    num_steps, last = 0, time.monotonic()
+class _Reporter:
+    """Counts the steps of a job, and tells the parent a few times a second."""
 
-    def report() -> None:
-        nonlocal num_steps, last
-        num_steps += 1
-        if time.monotonic() - last >= REPORT_SECONDS:
-            if connection.poll():  # between jobs the parent says nothing but goodbye
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.num_steps, self.last = 0, time.monotonic()
+
+    def __call__(self) -> None:
+        self.num_steps += 1
+        if time.monotonic() - self.last >= REPORT_SECONDS:
+            if self.connection.poll():  # between jobs the parent says nothing but goodbye
                 raise Stopped
-            connection.send(("steps", num_steps))
-            num_steps, last = 0, time.monotonic()
+            self.send()
 
-    return report
+    def send(self) -> None:
+        """Tell how many steps have been done since the last time."""
+        if self.num_steps:
+            self.connection.send(("steps", self.num_steps))
+        self.num_steps, self.last = 0, time.monotonic()
 
 
 def _end_with_parent() -> None:

@@ -153,7 +153,8 @@ def _difference_words(row: Mapping[str, Any], summary: Mapping[str, Any]) -> str
             f"{difference['detectable']:.{digits}f} shows in {POWER:.0%} of such experiments, "
             "a smaller one less often."
         )
-    return f"{row['verdict']} than softmax: {interval}."
+    after_holm = "" if row["stands"] else ", not after Holm"
+    return f"{row['verdict']} than softmax{after_holm}: {interval}."
 
 
 def _ends(interval: Sequence[float], digits: int) -> str:

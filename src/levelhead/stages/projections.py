@@ -37,9 +37,9 @@ def add_identity(
 
     Source: Saratchandran & Lucey 2025, arXiv 2603.07162, identity form, fused layout.
     """
-    width = min(projected.shape[-1], hidden_states.shape[-1])
-    added = strength * hidden_states[..., :width]
-    return projected + F.pad(added, (0, projected.shape[-1] - width)).to(projected.dtype)
+    missing = projected.shape[-1] - hidden_states.shape[-1]
+    read = F.pad(hidden_states, (0, missing)) if missing else hidden_states
+    return torch.add(projected, read, alpha=strength).to(projected.dtype)  # one pass
 
 
 def add_identity_per_head(

@@ -1,6 +1,7 @@
 """Converted models in training: checkpointing, compilation, Trainer, adapters, several ranks."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -47,6 +48,8 @@ def assert_same(found, expected, atol):
 
 def checkpointed(model, use_reentrant):
     twin = copy.deepcopy(model)
+    if use_reentrant is None:
+        return twin
     old = getattr(twin, "gradient_checkpointing_enable", None)
     getattr(twin, "activation_checkpointing_enable", old)({"use_reentrant": use_reentrant})
     if use_reentrant:
@@ -68,6 +71,29 @@ def test_checkpointing_of_both_kinds_keeps_gradients(architecture, variant, use_
     assert_same(found, expected, atol=1e-8)
 
 
+def in_one_graph(model):
+    torch.compiler.reset()
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
+@functools.cache
+def settings_of_stock(architecture, use_reentrant):
+    """What transformers' own model needs of the compiler to be one graph: nothing, as a rule.
+
+    With kernels 0.19 the attentions that rotate set a variable of the process in their forward,
+    which the compiler refuses under checkpointing unless told that it need not be set again.
+    """
+    stock = checkpointed(HOSTS[architecture].build().train(), use_reentrant)
+    ids = HOSTS[architecture].batch()["input_ids"]
+    try:
+        gradients(stock, ids, in_one_graph(stock))
+    except torch._dynamo.exc.Unsupported as error:
+        if "Unsafe side effect" not in str(error):
+            raise
+        return {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
+    return {}
+
+
 @pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
@@ -75,13 +101,12 @@ def test_checkpointing_of_both_kinds_keeps_gradients(architecture, variant, use_
     *itertools.product(["gpt2", "llama"], TRAINED), ("gpt_neox", "sigma_reparam"),
 ])  # fmt: skip
 def test_compiled_in_one_graph_with_checkpointing_or_not(architecture, variant, use_reentrant):
-    torch.compiler.reset()
+    settings = settings_of_stock(architecture, use_reentrant)
     model, ids = build(architecture, variant), HOSTS[architecture].batch()["input_ids"]
-    twin = copy.deepcopy(model)
-    if use_reentrant is not None:
-        twin = checkpointed(model, use_reentrant)
-    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    assert_same(gradients(twin, ids, compiled), gradients(model, ids), atol=1e-7)
+    twin = checkpointed(model, use_reentrant)
+    with torch._dynamo.config.patch(settings):
+        compiled = gradients(twin, ids, in_one_graph(twin))
+    assert_same(compiled, gradients(model, ids), atol=1e-7)
 
 
 @pytest.mark.slow

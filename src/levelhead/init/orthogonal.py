@@ -33,7 +33,8 @@ def uniform_orthogonal(
     Source: as `orthogonal_from_reflections`.
     """
     tall = (max(shape), min(shape))
-    factor = orthogonal_from_reflections(standard_normal(tall, like, generator))
+    # Widened here, not in a call: an argument may live as long as the call that it was handed to.
+    factor = _reflect_(standard_normal(tall, like, generator).to(torch.float64))
     return (factor if shape == tall else factor.mT).to(at_least_float32(like.dtype))
 
 
@@ -58,8 +59,12 @@ def orthogonal_from_reflections(
     Source: Stewart, The Efficient Generation of Random Orthogonal Matrices, SIAM J. Numer. Anal.
     17, 1980; Mezzadri 2007, arXiv math-ph/0609050 (the signs).
     """
-    vectors = gaussian.to(torch.float64, copy=True).tril_()
-    del gaussian  # a whole matrix less to hold, where the caller holds none
+    return _reflect_(gaussian.to(torch.float64, copy=True))
+
+
+def _reflect_(vectors: Float[Tensor, "rows cols"]) -> Float[Tensor, "rows cols"]:
+    """`orthogonal_from_reflections` in float64; the Gaussian matrix is overwritten."""
+    vectors.tril_()
     first = vectors.diagonal()
     first[first == 0] = TINY  # a vector of one entry could be zero and would have no direction
     image = -torch.linalg.vector_norm(vectors, dim=0).copysign(first)

@@ -55,6 +55,7 @@ def test_construction(build, words):
         ({"token_mask": torch.ones(2, 5)}, "token_mask must be boolean"),
         ({"attn_mask": torch.ones(5, 7, dtype=torch.bool, device="meta")}, "attn_mask must be on the device of the query, got attn_mask on meta, query on cpu"),
         ({"attn_bias": torch.ones(5, 7, device="meta")}, "attn_bias must be on the device of the query, got attn_bias on meta"),
+        ({"token_mask": torch.ones(2, 5, dtype=torch.bool, device="meta")}, "token_mask must be on the device of the query, got token_mask on meta"),
         ({"scale": float("nan")}, "scale must be finite, got scale=nan"),
         ({"scale": float("inf")}, "scale must be finite, got scale=inf"),
         ({"dropout_p": -0.5}, r"dropout_p must be in \[0, 1\), got dropout_p=-0.5"),

@@ -253,7 +253,7 @@ class InnerAttention(nn.Module):
         if token_mask is not None:
             _check_token_mask(token_mask, query)
         mask = resolve_mask(query, key, attn_mask, attn_bias, is_causal)
-        _check_device(query, attn_mask=mask.mask, attn_bias=mask.bias)
+        _check_device(query, attn_mask=mask.mask, attn_bias=mask.bias, token_mask=token_mask)
         if token_mask is None and self.weights is not None and self.training:
             token_mask = real_queries(mask.without_finite_bias())
         factor = self.norm.score_scale(self.scale if scale is None else scale)

@@ -3,10 +3,13 @@
 import os
 import sys
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+PATIENCE = timedelta(minutes=5)  # with a rank that does not come, or never joins a collective
 
 
 def on_ranks(num, port, work, *arguments):
@@ -31,7 +34,9 @@ def _enter(rank, num, port, work, arguments):
 def joined(rank, num, port):
     """This process as one rank of ``num``."""
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num)
+    dist.init_process_group(
+        "gloo", timeout=PATIENCE, init_method=address, rank=rank, world_size=num
+    )
     try:
         yield
     finally:
